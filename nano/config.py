@@ -1,0 +1,323 @@
+"""EngineConfig: every option of the engine, frozen and strict. Torch-free.
+
+Three ways in, one table: `LLM(model, max_num_seqs=8)`, `--max-num-seqs 8` and a TOML recipe's
+`[scheduler] max_num_requests = 8` all set the same field. The first two carry vLLM's names, the
+recipe carries ours. Unknown names are refused. "auto" and None are resolved once, by `resolve`
+(what files tell) and by the worker (what must be measured), each with a log line saying why.
+"""
+
+import argparse
+import dataclasses
+import tomllib
+import types
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from nano.checkpoint.hf_config import load_decoder_config
+from nano.checkpoint.locate import locate_model
+from nano.errors import ConfigError
+from nano.log import get_logger
+
+logger = get_logger(__name__)
+
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    path: str = "demo"
+    tokenizer: str | None = None
+    dtype: Literal["auto", "float32", "float64", "bfloat16", "float16"] = "auto"
+    max_model_len: int | None = None
+    seed: int = 0
+    generation_config: Literal["auto", "vllm"] = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
+    max_logprobs: int = 20
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheOptions:
+    block_size: int = 16
+    enable_prefix_caching: bool = True
+    memory_fraction: float | None = None
+    memory_bytes: int | None = None
+    num_blocks: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerOptions:
+    token_budget: int | None = None
+    max_num_requests: int = 256
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    long_prefill_token_threshold: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionOptions:
+    backend: Literal["auto", "cpu", "reference"] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileOptions:
+    mode: Literal["auto", "eager", "compiled"] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceOptions:
+    kind: Literal["auto", "cpu"] = "auto"
+    num_threads: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """All options, by the part of the engine that reads them."""
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    kv_cache: CacheOptions = field(default_factory=CacheOptions)
+    scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
+    attention: AttentionOptions = field(default_factory=AttentionOptions)
+    compile: CompileOptions = field(default_factory=CompileOptions)
+    device: DeviceOptions = field(default_factory=DeviceOptions)
+
+    def __post_init__(self) -> None:
+        at_least = {
+            "max_model_len": (self.model.max_model_len, 1),
+            "max_logprobs": (self.model.max_logprobs, -1),
+            "seed": (self.model.seed, 0),
+            "block_size": (self.kv_cache.block_size, 1),
+            "kv_cache_memory_bytes": (self.kv_cache.memory_bytes, 1),
+            "num_gpu_blocks_override": (self.kv_cache.num_blocks, 1),
+            "max_num_batched_tokens": (self.scheduler.token_budget, 1),
+            "max_num_seqs": (self.scheduler.max_num_requests, 1),
+            "long_prefill_token_threshold": (self.scheduler.long_prefill_token_threshold, 0),
+            "threads": (self.device.num_threads, 1),
+        }
+        for name, (value, low) in at_least.items():
+            if value is not None and value < low:
+                raise ConfigError(f"{name} must be at least {low}, got {value}")
+        fraction = self.kv_cache.memory_fraction
+        if fraction is not None and not 0.0 < fraction <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {fraction}")
+
+    @classmethod
+    def from_args(cls, args: dict[str, Any]) -> "EngineConfig":
+        """From keyword arguments under vLLM's names, as `LLM` takes them. None is the default."""
+        sections: dict[str, dict[str, Any]] = {}
+        for name, value in args.items():
+            arg = ENGINE_ARGS.get(name)
+            if arg is None:
+                raise ConfigError(
+                    f"unknown engine argument {name!r}; known: {', '.join(sorted(ENGINE_ARGS))}"
+                )
+            if value is not None:
+                sections.setdefault(arg.section, {})[arg.field] = value
+        return cls.from_sections(sections)
+
+    @classmethod
+    def from_toml(cls, path: str | Path, overrides: dict[str, Any] | None = None) -> "EngineConfig":
+        """From a recipe; `overrides` are arguments under vLLM's names."""
+        try:
+            sections = tomllib.loads(Path(path).read_text())
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"cannot read the recipe {path}: {error}") from error
+        for name, value in (overrides or {}).items():
+            if value is not None:
+                arg = ENGINE_ARGS[name]
+                sections.setdefault(arg.section, {})[arg.field] = value
+        return cls.from_sections(sections)
+
+    @classmethod
+    def from_sections(cls, sections: dict[str, Any]) -> "EngineConfig":
+        """From `{section: {field: value}}`; unknown sections, fields and types are refused."""
+        known = {part.name: part for part in dataclasses.fields(cls)}
+        parts: dict[str, Any] = {}
+        for section, values in sections.items():
+            if section not in known:
+                raise ConfigError(f"unknown section [{section}]; known: {', '.join(known)}")
+            part = known[section].default_factory  # the section's class
+            assert isinstance(part, type)
+            hints = get_type_hints(part)
+            for name, value in values.items():
+                if name not in hints:
+                    raise ConfigError(
+                        f"unknown option {name!r} in [{section}]; known: {', '.join(hints)}"
+                    )
+                if not _fits(value, hints[name]):
+                    raise ConfigError(
+                        f"[{section}] {name} must be {_spell(hints[name])}, got {value!r}"
+                    )
+            parts[section] = part(**values)
+        return cls(**parts)
+
+    def to_sections(self) -> dict[str, Any]:
+        """The inverse of `from_sections`; JSON-ready, without the unset."""
+        return {
+            section: {name: value for name, value in part.items() if value is not None}
+            for section, part in dataclasses.asdict(self).items()
+        }
+
+
+def resolve(config: EngineConfig) -> EngineConfig:
+    """Resolve what the model's files decide: its folder, context length, dtype, device, mode.
+
+    Raises `ConfigError` or `CheckpointError`. What must be measured (token budget, number of
+    blocks) is still None afterwards; the worker resolves it.
+    """
+    model = config.model
+    folder = locate_model(model.path)
+    decoder = load_decoder_config(folder)
+    limit, reason = decoder.max_model_len, decoder.max_model_len_reason
+    max_model_len = limit if model.max_model_len is None else model.max_model_len
+    if max_model_len > limit and not decoder.can_extend_context:
+        if decoder.sliding_window is None:
+            raise ConfigError(f"max_model_len {max_model_len} is more than {limit} ({reason})")
+        logger.info("max_model_len: %d is capped at %d (%s)", max_model_len, limit, reason)
+        max_model_len = limit
+    elif model.max_model_len is None:
+        logger.info("max_model_len: %d (%s)", limit, reason)
+    elif max_model_len > limit:
+        logger.info(
+            "max_model_len: %d exceeds the trained %d; every request is served with the one RoPE "
+            "base of the longer length",
+            max_model_len,
+            limit,
+        )
+    if model.dtype in ("bfloat16", "float16"):
+        raise ConfigError(
+            f"dtype={model.dtype} is not computed on CPU, which has no units for it here; "
+            "use float32 (every bfloat16 and float16 weight is exact in it) or auto"
+        )
+    dtype = model.dtype
+    if dtype == "auto":
+        dtype = "float32"
+        logger.info("dtype: float32 (auto on CPU; the checkpoint says %s)", decoder.dtype)
+    mode = config.compile.mode
+    if mode == "compiled":
+        raise ConfigError("compile mode 'compiled' is not built yet; use 'eager' or 'auto'")
+    if mode == "auto":
+        mode = "eager"
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(
+            model, path=str(folder), dtype=dtype, max_model_len=max_model_len
+        ),
+        compile=dataclasses.replace(config.compile, mode=mode),
+        device=dataclasses.replace(config.device, kind="cpu"),
+    )
+
+
+@dataclass(frozen=True)
+class EngineArg:
+    """One vLLM-named argument and the field it sets."""
+
+    section: str
+    field: str
+    help: str
+
+
+ENGINE_ARGS: dict[str, EngineArg] = {
+    "model": EngineArg(
+        "model", "path", "'demo', a folder of safetensors, or a .gguf file (default: demo)"
+    ),
+    "tokenizer": EngineArg("model", "tokenizer", "folder of another tokenizer"),
+    "dtype": EngineArg("model", "dtype", "what the model computes in; auto is float32 on CPU"),
+    "max_model_len": EngineArg("model", "max_model_len", "longest prompt + output, in tokens"),
+    "seed": EngineArg("model", "seed", "seeds requests that name none (library only)"),
+    "generation_config": EngineArg(
+        "model", "generation_config", "'auto': sampling defaults of the model; 'vllm': neutral ones"
+    ),
+    "load_format": EngineArg("model", "load_format", "'dummy' makes random weights"),
+    "max_logprobs": EngineArg("model", "max_logprobs", "most logprobs a request may ask; -1: all"),
+    "logprobs_mode": EngineArg(
+        "model", "logprobs_mode", "log probabilities before or after the sampling parameters"
+    ),
+    "block_size": EngineArg("kv_cache", "block_size", "token slots per KV block"),
+    "enable_prefix_caching": EngineArg(
+        "kv_cache", "enable_prefix_caching", "share the KV of equal prompt prefixes"
+    ),
+    "gpu_memory_utilization": EngineArg(
+        "kv_cache", "memory_fraction", "share of the free memory for KV (CPU default 0.4)"
+    ),
+    "kv_cache_memory_bytes": EngineArg("kv_cache", "memory_bytes", "bytes for KV, exactly"),
+    "num_gpu_blocks_override": EngineArg("kv_cache", "num_blocks", "number of KV blocks, exactly"),
+    "max_num_batched_tokens": EngineArg(
+        "scheduler", "token_budget", "most tokens per step; unset: measured, <= 0.5 s a step"
+    ),
+    "max_num_seqs": EngineArg("scheduler", "max_num_requests", "most requests running at once"),
+    "scheduling_policy": EngineArg("scheduler", "policy", "order of waiting requests"),
+    "long_prefill_token_threshold": EngineArg(
+        "scheduler", "long_prefill_token_threshold", "most tokens of one prompt per step; 0: no cap"
+    ),
+    "prefill_chunk_size": EngineArg(
+        "scheduler", "long_prefill_token_threshold", "alias of --long-prefill-token-threshold"
+    ),
+    "attention_backend": EngineArg("attention", "backend", "which attention kernel"),
+    "compile_mode": EngineArg("compile", "mode", "eager or compiled"),
+    "device": EngineArg("device", "kind", "where to compute"),
+    "threads": EngineArg("device", "num_threads", "CPU threads of the engine"),
+}
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Every entry of `ENGINE_ARGS` as a `--flag`, and `--config recipe.toml`."""
+    group = parser.add_argument_group("engine")
+    group.add_argument("--config", help="TOML recipe; flags override it")
+    for name, arg in ENGINE_ARGS.items():
+        hint = _field_type(arg)
+        flag = "--" + name.replace("_", "-")
+        kinds = _alternatives(hint)
+        choices = [choice for kind in kinds for choice in get_args(kind)] or None
+        if bool in kinds:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, help=arg.help)
+        elif choices:
+            group.add_argument(flag, choices=choices, help=arg.help)
+        else:
+            scalar = next(kind for kind in kinds if kind is not types.NoneType)
+            group.add_argument(flag, type=scalar, metavar=scalar.__name__.upper(), help=arg.help)
+
+
+def config_from_arguments(namespace: argparse.Namespace) -> EngineConfig:
+    """The EngineConfig that parsed flags (and their recipe) describe."""
+    args = {name: getattr(namespace, name) for name in ENGINE_ARGS}
+    if namespace.config:
+        return EngineConfig.from_toml(namespace.config, args)
+    return EngineConfig.from_args(args)
+
+
+def _field_type(arg: EngineArg) -> Any:
+    section = next(part for part in dataclasses.fields(EngineConfig) if part.name == arg.section)
+    assert isinstance(section.default_factory, type)
+    return get_type_hints(section.default_factory)[arg.field]
+
+
+def _alternatives(hint: Any) -> list[Any]:
+    """The members of a union, or the type alone."""
+    return list(get_args(hint)) if get_origin(hint) in (Union, types.UnionType) else [hint]
+
+
+def _fits(value: object, hint: Any) -> bool:
+    for kind in _alternatives(hint):
+        if get_origin(kind) is Literal:
+            if value in get_args(kind):
+                return True
+        elif kind is float:
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                return True
+        elif kind is int:
+            if isinstance(value, int) and not isinstance(value, bool):
+                return True
+        elif isinstance(value, kind):
+            return True
+    return False
+
+
+def _spell(hint: Any) -> str:
+    names = []
+    for kind in _alternatives(hint):
+        if get_origin(kind) is Literal:
+            names += [repr(choice) for choice in get_args(kind)]
+        elif kind is not types.NoneType:
+            names.append("a number" if kind is float else kind.__name__)
+    return " or ".join(names)

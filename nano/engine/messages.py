@@ -1,0 +1,96 @@
+"""What front end and core say to each other. Plain records; `codec.py` puts them on the wire."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from nano.outputs import FinishReason
+from nano.sampling_params import SamplingParams
+from nano.step import TokenLogprobs
+
+
+@dataclass(slots=True)
+class EngineRequest:
+    """One prompt to continue. `sampling_params` has n = 1 and a seed: the front end fans out."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    arrival_time: float  # time.monotonic() seconds
+    eos_token_ids: tuple[int, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    priority: int = 0  # lower is more urgent
+    cache_salt: str | None = None
+
+
+@dataclass(slots=True)
+class AddRequests:
+    requests: list[EngineRequest]
+
+
+@dataclass(slots=True)
+class AbortRequests:
+    request_ids: list[str]
+
+
+@dataclass(slots=True)
+class ControlRequest:
+    """A maintenance call, answered by a `ControlReply` of the same `call_id`."""
+
+    call_id: int
+    method: Literal["reset_prefix_cache", "stats", "shutdown"]
+
+
+@dataclass(slots=True)
+class TokenOutput:
+    """News of one request. Exactly one TokenOutput of each request has a finish_reason."""
+
+    request_id: str
+    new_token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None  # the stop_token_ids entry that ended it; None for EOS
+    logprobs: TokenLogprobs | None = None  # of new_token_ids
+    prompt_logprobs: TokenLogprobs | None = None  # further prompt tokens, from the second on
+    num_cached_tokens: int | None = None  # set in the first output
+    first_scheduled_time: float | None = None  # set in the first output
+    error: str | None = None  # with finish_reason "error"
+
+
+@dataclass(slots=True)
+class EngineOutputs:
+    outputs: list[TokenOutput] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class ControlReply:
+    call_id: int
+    result: dict[str, float]
+
+
+@dataclass(slots=True)
+class EngineReady:
+    """The core has loaded its model and takes requests. What the front end must know of it."""
+
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    token_budget: int
+    numerics_id: str
+
+
+@dataclass(slots=True)
+class EngineHeartbeat:
+    """Sent by a thread of the core. `step_started` is None while idle (time.monotonic())."""
+
+    step_started: float | None
+    predicted_step_seconds: float
+
+
+@dataclass(slots=True)
+class EngineFailure:
+    """The core is dead: every request it holds fails with `error`."""
+
+    error: str
+
+
+ToCore = AddRequests | AbortRequests | ControlRequest
+FromCore = EngineOutputs | ControlReply | EngineReady | EngineHeartbeat | EngineFailure

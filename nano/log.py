@@ -1,0 +1,36 @@
+"""One logging setup. Every process of nano writes `time level [process] message` to stderr."""
+
+import logging
+import os
+import sys
+
+_ROOT = "nano"
+
+
+def get_logger(name: str) -> logging.Logger:
+    """The logger of one module; `name` is its `__name__`."""
+    return logging.getLogger(name)
+
+
+def setup_logging(process: str = "main", level: str | None = None) -> None:
+    """Attach one stderr handler to nano's loggers. Called once by each process' entry point.
+
+    A library user who configured logging already is left alone: `LLM` calls this only if
+    nobody has attached a handler.
+    """
+    logger = logging.getLogger(_ROOT)
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        logging.Formatter(f"%(asctime)s %(levelname)-7s [{process}] %(message)s", "%H:%M:%S")
+    )
+    logger.addHandler(handler)
+    logger.setLevel((level or os.environ.get("NANO_LOG_LEVEL") or "INFO").upper())
+    logger.propagate = False
+
+
+def ensure_logging() -> None:
+    """Set logging up unless the embedding program has done so."""
+    if not logging.getLogger(_ROOT).handlers and not logging.getLogger().handlers:
+        setup_logging()

@@ -1,0 +1,85 @@
+"""The contract between scheduler and worker: what to compute, and what came of it.
+
+Plain records of ints and lists: torch-free, picklable, replayable. `StepPlan` is the whole truth
+a worker gets; it never sees a `Request`.
+"""
+
+from dataclasses import dataclass, field
+
+from nano.sampling_params import SamplingParams
+
+
+@dataclass(slots=True)
+class TokenLogprobs:
+    """Log probabilities of consecutive tokens, one entry per token.
+
+    Entry i of `token_ids` and `logprobs` starts with the token itself, then the asked-for top
+    alternatives in falling order (the token may appear again among them). `ranks[i]` is the
+    token's own rank, 1 = most likely.
+    """
+
+    token_ids: list[list[int]]
+    logprobs: list[list[float]]
+    ranks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """Ask `proposer` for up to `num_tokens` drafts after this step."""
+
+    proposer: str
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class NewRequest:
+    """A request the worker has no row for: sent on admission, and again after preemption."""
+
+    request_id: str
+    token_ids: list[int]  # every known token: prompt and accepted output
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_ids: list[int]
+    sampling_params: SamplingParams  # seed is never None here
+    eos_token_ids: tuple[int, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step. Request order is the order of `num_scheduled_tokens`."""
+
+    step: int
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)  # the heart
+    # The last len(d) of those tokens are drafts; a request without drafts is absent.
+    draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    num_computed_tokens: dict[str, int] = field(default_factory=dict)  # before this step
+    new_requests: list[NewRequest] = field(default_factory=list)
+    new_block_ids: dict[str, list[int]] = field(default_factory=dict)  # append to known rows
+    # Forget these rows before anything else: finished, aborted or preempted since the last plan.
+    finished_request_ids: list[str] = field(default_factory=list)
+    draft_requests: dict[str, tuple[DraftRequest, ...]] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.num_scheduled_tokens.values())
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.num_scheduled_tokens
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What a step produced, in the order of the plan. Lists run parallel to `request_ids`."""
+
+    request_ids: list[str]
+    token_ids: list[list[int]]  # accepted drafts and one more; [] while known tokens remain
+    draft_token_ids: list[list[int]]  # proposed for the next step
+    draft_sources: list[list[str]]  # the proposer of each of those
+    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)  # of token_ids
+    # Prompt tokens num_computed + 1 ... of this step's chunk, for requests that asked.
+    prompt_logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)  # requests that failed, and why
+    forward_seconds: float = 0.0
+    sample_seconds: float = 0.0
