@@ -1,4 +1,4 @@
-"""What a KV block holds and weighs. Shared by the control plane, backends and proposers. Torch-free."""
+"""What a KV block holds and weighs: read by control plane, backends, proposers. Torch-free."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -71,7 +71,7 @@ class StepPlan:
 
 @dataclass(slots=True)
 class StepOutput:
-    """What a step produced, in the order of the plan. Lists run parallel to `request_ids`."""
+    """What a step produced, in the order of its batch. Lists run parallel to `request_ids`."""
 
     request_ids: list[str]
     token_ids: list[list[int]]  # accepted drafts and one more; [] while known tokens remain

@@ -50,9 +50,7 @@ _library = torch.library.Library("nano", "FRAGMENT")
 _library.define("attention(Tensor q, Tensor k, Tensor v, Tensor(a!) out, int layer_index) -> ()")
 _library.impl("attention", _attention, "CPU")
 _library.impl("attention", _attention, "CUDA")
-torch.library.register_fake(
-    "nano::attention", lambda q, k, v, out, layer_index: None, lib=_library
-)
+torch.library.register_fake("nano::attention", lambda q, k, v, out, layer_index: None, lib=_library)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, layer_index: int) -> Tensor:

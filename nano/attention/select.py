@@ -1,0 +1,32 @@
+"""Which attention backend serves a model here, and why."""
+
+import torch
+
+from nano.attention.backend import AttentionBackend
+from nano.attention.cpu_backend import CpuBackend
+from nano.attention.reference_backend import ReferenceBackend
+from nano.errors import ConfigError
+from nano.kv_spec import LayerKVSpec
+from nano.log import get_logger
+
+logger = get_logger(__name__)
+
+_BY_NAME: dict[str, type[AttentionBackend]] = {"cpu": CpuBackend, "reference": ReferenceBackend}
+_PREFERENCE = {"cpu": ("cpu", "reference")}
+
+
+def select_backend(
+    wanted: str, layers: list[LayerKVSpec], device: torch.device
+) -> type[AttentionBackend]:
+    """The wanted backend, or with "auto" the first on this device that serves every layer."""
+    candidates = _PREFERENCE[device.type] if wanted == "auto" else (wanted,)
+    refusals = []
+    for name in candidates:
+        backend = _BY_NAME[name]
+        reasons = {backend.unsupported_reason(layer, device) for layer in layers} - {None}
+        if not reasons:
+            why = "asked for" if wanted != "auto" else f"first choice on {device.type}"
+            logger.info("attention backend: %s (%s)", name, why)
+            return backend
+        refusals.append(f"{name}: {'; '.join(sorted(str(reason) for reason in reasons))}")
+    raise ConfigError(f"no attention backend serves this model: {' | '.join(refusals)}")

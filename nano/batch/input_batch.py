@@ -1,0 +1,160 @@
+"""InputBatch: the tensors of one step, gathered from RequestStates. Built each step, never kept.
+
+T tokens of R requests; L logits rows, `num_drafts + 1` for every request. A request whose prompt
+goes on discards its row: a few wasted lm_head rows buy one code path.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from nano.attention.backend import AttentionMetadata
+from nano.batch.request_states import RequestStates
+from nano.device import Device
+from nano.step import StepPlan
+
+
+@dataclass(slots=True)
+class LogitsRows:
+    """Hidden rows that are turned into logits, and the tokens each may look back on."""
+
+    indices: Tensor  # [L] int64 device: into the step's T tokens
+    row: np.ndarray  # [L] int64 host: RequestStates row
+    # [L] int64 host: known tokens when this row samples, earlier drafts counted as accepted. It is
+    # also the absolute position of the token that is sampled.
+    num_known: np.ndarray
+
+    def chunk(self, start: int, end: int) -> "LogitsRows":
+        return LogitsRows(self.indices[start:end], self.row[start:end], self.num_known[start:end])
+
+
+@dataclass(slots=True)
+class InputBatch:
+    """One step's inputs. Batch order is short queries first; it says nothing about rows."""
+
+    request_ids: list[str]  # R, in batch order
+    rows: np.ndarray  # [R] int64 host
+    num_scheduled: np.ndarray  # [R] int32 host
+    num_drafts: np.ndarray  # [R] int32 host
+    is_sampling: np.ndarray  # [R] bool host: the step reaches the end of the known tokens
+    input_ids: Tensor  # [T] int32 device
+    positions: Tensor  # [T] int64 device
+    logits_start: np.ndarray  # [R + 1] int64 host: request i owns logits rows start[i]:start[i+1]
+    logits: LogitsRows
+    prompt_logits: LogitsRows | None  # rows that predict known prompt tokens, if any were asked
+    attention: AttentionMetadata
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.request_ids)
+
+
+class InputBatchBuilder:
+    """Builds the step's InputBatch with numpy, into buffers allocated once."""
+
+    def __init__(
+        self, states: RequestStates, device: Device, block_size: int, max_num_tokens: int
+    ) -> None:
+        self.states = states
+        self.device = device
+        self.block_size = block_size
+        self._input_ids = np.empty(max_num_tokens, np.int32)
+        self._positions = np.empty(max_num_tokens, np.int64)
+        self._slots = np.empty(max_num_tokens, np.int64)
+        self._block_table = np.empty(states.block_table.shape, np.int32)
+        self._arange = np.arange(max_num_tokens, dtype=np.int64)
+
+    def build(self, plan: StepPlan) -> InputBatch:
+        states = self.states
+        order = sorted(plan.num_scheduled_tokens.items(), key=lambda item: item[1])
+        request_ids = [request_id for request_id, _ in order]
+        num_requests = len(order)
+        rows = np.fromiter((states.row_of[r] for r in request_ids), np.int64, num_requests)
+        num_scheduled = np.fromiter((n for _, n in order), np.int32, num_requests)
+        drafts = plan.draft_token_ids
+        num_drafts = np.fromiter((len(drafts.get(r, ())) for r in request_ids), np.int32)
+
+        query_start = np.zeros(num_requests + 1, np.int32)
+        np.cumsum(num_scheduled, out=query_start[1:])
+        num_tokens = int(query_start[-1])
+        num_computed = states.num_computed_tokens[rows]
+        seq_lens = num_computed + num_scheduled
+
+        # Position of every token: its rank in its own query, after what is computed.
+        token_rows = np.repeat(rows, num_scheduled)
+        positions = self._positions[:num_tokens]
+        np.subtract(
+            self._arange[:num_tokens],
+            np.repeat(query_start[:-1] - num_computed, num_scheduled),
+            out=positions,
+        )
+        input_ids = self._input_ids[:num_tokens]
+        input_ids[:] = states.token_ids[token_rows, positions]
+        slots = self._slots[:num_tokens]
+        block_index, offset = np.divmod(positions, self.block_size)
+        np.multiply(states.block_table[token_rows, block_index], self.block_size, out=slots)
+        slots += offset
+
+        max_seq_len = int(seq_lens.max())
+        max_blocks = -(-max_seq_len // self.block_size)
+        block_table = self._block_table[:num_requests, :max_blocks]
+        block_table[:] = states.block_table[rows, :max_blocks]
+
+        to_device = self.device.to_device
+        num_rows = num_drafts + 1
+        logits_start = np.zeros(num_requests + 1, np.int64)
+        np.cumsum(num_rows, out=logits_start[1:])
+        return InputBatch(
+            request_ids=request_ids,
+            rows=rows,
+            num_scheduled=num_scheduled,
+            num_drafts=num_drafts,
+            is_sampling=seq_lens == states.num_tokens[rows] + num_drafts,
+            input_ids=to_device(input_ids),
+            positions=to_device(positions),
+            logits_start=logits_start,
+            logits=self._rows(rows, query_start[1:] - num_rows, seq_lens - num_rows, num_rows),
+            prompt_logits=self._prompt_rows(rows, query_start, num_computed, num_scheduled),
+            attention=AttentionMetadata(
+                num_requests=num_requests,
+                num_tokens=num_tokens,
+                max_query_len=int(num_scheduled.max()),
+                max_seq_len=max_seq_len,
+                num_decode_requests=int(np.searchsorted(num_scheduled, 1, side="right")),
+                query_start_loc=query_start,
+                seq_lens=seq_lens,
+                block_table=to_device(block_table),
+                slot_mapping=to_device(slots),
+            ),
+        )
+
+    def _rows(
+        self, rows: np.ndarray, index: np.ndarray, position: np.ndarray, counts: np.ndarray
+    ) -> LogitsRows:
+        """`counts[i]` consecutive rows of request i, from flat `index[i]` at `position[i]`."""
+        rank = np.arange(int(counts.sum()), dtype=np.int64)
+        rank -= np.repeat(np.cumsum(counts) - counts, counts)
+        return LogitsRows(
+            indices=self.device.to_device(np.repeat(index, counts) + rank),
+            row=np.repeat(rows, counts),
+            num_known=np.repeat(position, counts) + rank + 1,
+        )
+
+    def _prompt_rows(
+        self,
+        rows: np.ndarray,
+        query_start: np.ndarray,
+        num_computed: np.ndarray,
+        num_scheduled: np.ndarray,
+    ) -> LogitsRows | None:
+        """Rows whose next token is a prompt token of a request with `prompt_logprobs`."""
+        states = self.states
+        wanted = [states.row_params(r).sampling_params.prompt_logprobs is not None for r in rows]
+        if not any(wanted):
+            return None
+        last = states.num_prompt_tokens[rows] - 1  # nothing in the prompt follows its last token
+        counts = np.clip(last - num_computed, 0, num_scheduled) * np.array(wanted)
+        if not counts.any():
+            return None
+        return self._rows(rows, query_start[:-1], num_computed, counts)

@@ -1,0 +1,108 @@
+"""RequestStates: what the worker remembers of each live request, one fixed row each.
+
+Owner of all per-request state below the scheduler. A row is taken at admission and kept until the
+request finishes or is preempted; rows never move, so nothing can be copied wrongly between
+requests. Only `apply` (the plan's news) and `commit` (the step's result) write.
+
+    token_ids row:  [ prompt ........ | accepted output .. | drafts of this step | unused ]
+                                       ^ num_prompt_tokens  ^ num_tokens
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from nano.sampling_params import SamplingParams
+from nano.step import NewRequest, StepPlan
+
+
+@dataclass(slots=True)
+class RowParams:
+    """The parts of a row that are not numbers."""
+
+    sampling_params: SamplingParams
+    bad_words_token_ids: tuple[tuple[int, ...], ...]
+    stop_token_ids: tuple[int, ...]  # whatever would end the request: EOS included if it counts
+    token_edits: bool = field(init=False)  # whether its logits are edited one token at a time
+
+    def __post_init__(self) -> None:
+        params = self.sampling_params
+        self.token_edits = bool(
+            params.logit_bias
+            or params.allowed_token_ids is not None
+            or self.bad_words_token_ids
+            or params.min_tokens
+            or params.needs_token_counts
+        )
+
+
+class RequestStates:
+    """Struct of arrays, host side. `R_max` rows of at most `max_model_len` tokens."""
+
+    def __init__(self, max_num_requests: int, max_model_len: int, block_size: int):
+        self.max_num_requests = max_num_requests
+        max_blocks = -(-max_model_len // block_size)
+        # Untouched pages of these cost no memory, so the sizes are simply the worst case.
+        self.token_ids = np.zeros((max_num_requests, max_model_len + 1), np.int32)
+        self.block_table = np.zeros((max_num_requests, max_blocks), np.int32)
+        self.num_blocks = np.zeros(max_num_requests, np.int32)
+        self.num_tokens = np.zeros(max_num_requests, np.int32)
+        self.num_prompt_tokens = np.zeros(max_num_requests, np.int32)
+        self.num_computed_tokens = np.zeros(max_num_requests, np.int32)
+        self.params: list[RowParams | None] = [None] * max_num_requests
+        self.row_of: dict[str, int] = {}
+        self._free_rows = list(range(max_num_requests - 1, -1, -1))
+
+    def apply(self, plan: StepPlan) -> None:
+        """Forget, admit and extend rows as the plan says; put its drafts behind known tokens."""
+        for request_id in plan.finished_request_ids:
+            row = self.row_of.pop(request_id)
+            self.params[row] = None
+            self._free_rows.append(row)
+        for new in plan.new_requests:
+            self._admit(new)
+        for request_id, block_ids in plan.new_block_ids.items():
+            self._append_blocks(self.row_of[request_id], block_ids)
+        for request_id, num_computed in plan.num_computed_tokens.items():
+            row = self.row_of[request_id]
+            known = self.num_computed_tokens[row]
+            assert known == num_computed, f"{request_id}: computed {known}, planned {num_computed}"
+        for request_id, draft_ids in plan.draft_token_ids.items():
+            row = self.row_of[request_id]
+            start = self.num_tokens[row]
+            self.token_ids[row, start : start + len(draft_ids)] = draft_ids
+
+    def _admit(self, new: NewRequest) -> None:
+        row = self._free_rows.pop()
+        self.row_of[new.request_id] = row
+        num_tokens = len(new.token_ids)
+        self.token_ids[row, :num_tokens] = new.token_ids
+        self.num_tokens[row] = num_tokens
+        self.num_prompt_tokens[row] = new.num_prompt_tokens
+        self.num_computed_tokens[row] = new.num_computed_tokens
+        self.num_blocks[row] = 0
+        self._append_blocks(row, new.block_ids)
+        params = new.sampling_params
+        eos = () if params.ignore_eos else new.eos_token_ids
+        self.params[row] = RowParams(params, new.bad_words_token_ids, params.stop_token_ids + eos)
+
+    def _append_blocks(self, row: int, block_ids: list[int]) -> None:
+        start = self.num_blocks[row]
+        self.block_table[row, start : start + len(block_ids)] = block_ids
+        self.num_blocks[row] = start + len(block_ids)
+
+    def commit(self, row: int, num_scheduled: int, num_drafts: int, token_ids: list[int]) -> None:
+        """One request's result: `token_ids` are accepted drafts and one more, or [] mid-prompt.
+
+        KV of rejected drafts stays in its slots, uncounted, until the next step overwrites it.
+        """
+        num_rejected = num_drafts + 1 - len(token_ids) if token_ids else 0
+        self.num_computed_tokens[row] += num_scheduled - num_rejected
+        start = self.num_tokens[row]
+        self.token_ids[row, start : start + len(token_ids)] = token_ids
+        self.num_tokens[row] = start + len(token_ids)
+
+    def row_params(self, row: int) -> RowParams:
+        params = self.params[row]
+        assert params is not None
+        return params

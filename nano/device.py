@@ -1,0 +1,62 @@
+"""Device: what differs between processors, in one place. Everything above asks here.
+
+CPU is a device like any other: a plain copy where CUDA needs pinned staging, no streams to wait
+for. The CUDA device joins with the GPU backends.
+"""
+
+import os
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nano.errors import ConfigError
+
+
+class CpuDevice:
+    """Main memory and the cores of this machine."""
+
+    kind = "cpu"
+    supports_graphs = False
+
+    def __init__(self, num_threads: int | None = None):
+        self.torch_device = torch.device("cpu")
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        self.num_threads = torch.get_num_threads()
+
+    def to_device(self, array: np.ndarray) -> Tensor:
+        """The array as a tensor. Shares memory: the caller rewrites it only in the next step."""
+        return torch.from_numpy(array)
+
+    def synchronize(self) -> None:
+        """Wait until everything queued is done. Nothing is ever queued on CPU."""
+
+    def free_memory(self) -> int:
+        """Bytes that can still be taken: free memory within the container's limit."""
+        page = os.sysconf("SC_PAGE_SIZE")
+        free = os.sysconf("SC_AVPHYS_PAGES") * page
+        try:
+            with open("/proc/meminfo") as meminfo:
+                for line in meminfo:
+                    if line.startswith("MemAvailable:"):
+                        free = int(line.split()[1]) * 1024
+            with open("/sys/fs/cgroup/memory.max") as limit_file:
+                limit = limit_file.read().strip()
+            with open("/sys/fs/cgroup/memory.current") as used_file:
+                used = int(used_file.read())
+            if limit != "max":
+                free = min(free, int(limit) - used)
+        except (OSError, ValueError):
+            pass  # not Linux, or no cgroup: what sysconf said stands
+        return max(free, 0)
+
+
+Device = CpuDevice
+
+
+def make_device(kind: str, num_threads: int | None = None) -> Device:
+    """The device called `kind`, with `num_threads` compute threads (None: one per core)."""
+    if kind != "cpu":
+        raise ConfigError(f"device must be 'cpu', got {kind!r}")
+    return CpuDevice(num_threads)

@@ -1,0 +1,162 @@
+"""EngineCore: takes requests and runs steps. Owns the scheduler, the KV accounting, the executor.
+
+Torch-free itself: `build_core` is where the worker, and with it torch, comes in.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+from nano.config import EngineConfig
+from nano.engine.messages import EngineReady, EngineRequest, TokenOutput
+from nano.errors import InvalidRequest
+from nano.kv_cache.kv_cache_manager import KVCacheManager
+from nano.kv_spec import KVCacheConfig
+from nano.outputs import FinishReason
+from nano.scheduler.request import Request, RequestUpdate
+from nano.scheduler.scheduler import Scheduler
+from nano.step import StepOutput, StepPlan
+
+ControlMethod = Literal["reset_prefix_cache", "stats"]
+
+
+class WorkerInfo(Protocol):
+    """What the core reads of `worker.worker.WorkerInfo`; importing that would import torch."""
+
+    @property
+    def kv_cache(self) -> KVCacheConfig: ...
+    @property
+    def token_budget(self) -> int: ...
+    @property
+    def max_num_requests(self) -> int: ...
+    @property
+    def step_seconds(self) -> float: ...
+    @property
+    def numerics_id(self) -> str: ...
+
+
+class Executor(Protocol):
+    """What the core calls of `worker.executor.Executor`."""
+
+    def load(self) -> WorkerInfo: ...
+    def execute(self, plan: StepPlan) -> StepOutput: ...
+    def close(self) -> None: ...
+
+
+class EngineCore:
+    """The engine without its front end: tokens in, tokens out. Single-threaded.
+
+    `config` is resolved; the constructor loads the model, raising `ConfigError` or
+    `CheckpointError`. Every request that `add` takes ends in exactly one TokenOutput with a
+    finish_reason, unless `step` raises: that is fatal, and takes all requests with it.
+    """
+
+    def __init__(self, config: EngineConfig, executor: Executor):
+        assert config.model.max_model_len is not None, "the config is not resolved"
+        info = executor.load()
+        self._executor = executor
+        kv_cache = KVCacheManager(
+            num_blocks=info.kv_cache.num_blocks,
+            block_size=info.kv_cache.block_size,
+            enable_prefix_caching=config.kv_cache.enable_prefix_caching,
+            root=info.numerics_id,
+        )
+        self._scheduler = Scheduler(
+            kv_cache,
+            max_model_len=config.model.max_model_len,
+            token_budget=info.token_budget,
+            max_num_requests=info.max_num_requests,
+            policy=config.scheduler.policy,
+            long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
+        )
+        self._num_steps = 0
+        self.step_seconds = info.step_seconds  # predicted for a full step
+        self.ready = EngineReady(
+            max_model_len=config.model.max_model_len,
+            num_blocks=info.kv_cache.num_blocks,
+            block_size=info.kv_cache.block_size,
+            token_budget=info.token_budget,
+            numerics_id=info.numerics_id,
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    def add(self, request: EngineRequest) -> TokenOutput | None:
+        """Queue a request. One that can never run is refused: the result says why."""
+        try:
+            self._scheduler.add(
+                Request(
+                    request.request_id,
+                    request.prompt_token_ids,
+                    request.sampling_params,
+                    eos_token_ids=request.eos_token_ids,
+                    bad_words_token_ids=request.bad_words_token_ids,
+                    priority=request.priority,
+                    cache_salt=request.cache_salt,
+                )
+            )
+        except InvalidRequest as error:
+            return TokenOutput(request.request_id, [], FinishReason.ERROR, error=str(error))
+        return None
+
+    def abort(self, request_ids: Sequence[str]) -> list[TokenOutput]:
+        """End requests now; the last output of each. Unknown and finished ids are ignored."""
+        return [_to_output(update) for update in self._scheduler.abort(request_ids)]
+
+    def step(self) -> list[TokenOutput]:
+        """Compute some tokens of some requests; what is new about them."""
+        plan = self._scheduler.schedule(time.monotonic())
+        if plan.is_empty:
+            return []
+        output = self._executor.execute(plan)
+        updates = self._scheduler.update_from_output(plan, output)
+        self._num_steps += 1
+        return [_to_output(update) for update in updates]
+
+    def control(self, method: ControlMethod) -> dict[str, float]:
+        """A maintenance call.
+
+        reset_prefix_cache  forgets every cached prefix; {"is_reset": 0} while requests run
+        stats               counts and shares, now and since the start
+        """
+        match method:
+            case "reset_prefix_cache":
+                return {"is_reset": float(self._scheduler.kv_cache.reset_prefix_cache())}
+            case "stats":
+                stats = self._scheduler.stats()
+                return {
+                    "num_running": stats.num_running,
+                    "num_waiting": stats.num_waiting,
+                    "kv_cache_usage": stats.kv_cache_usage,
+                    "num_preemptions": stats.num_preemptions,
+                    "num_prefix_query_tokens": stats.num_prefix_query_tokens,
+                    "num_prefix_hit_tokens": stats.num_prefix_hit_tokens,
+                    "num_steps": self._num_steps,
+                }
+
+    def close(self) -> None:
+        """Let go of the worker and its memory."""
+        self._executor.close()
+
+
+def _to_output(update: RequestUpdate) -> TokenOutput:
+    return TokenOutput(
+        request_id=update.request_id,
+        new_token_ids=update.new_token_ids,
+        finish_reason=update.finish_reason,
+        stop_token_id=update.stop_token_id,
+        logprobs=update.logprobs,
+        prompt_logprobs=update.prompt_logprobs,
+        num_cached_tokens=update.num_cached_tokens,
+        first_scheduled_time=update.first_scheduled_time,
+        error=update.error,
+    )
+
+
+def build_core(config: EngineConfig) -> EngineCore:
+    """A core with the worker that a resolved `config` asks for."""
+    from nano.worker.executor import make_executor  # noqa: PLC0415  torch, seconds
+
+    return EngineCore(config, make_executor(config))

@@ -1,0 +1,241 @@
+"""InputProcessor: a caller's prompt and parameters to engine requests. Torch-free.
+
+The front end's side of validation: what needs the model to be checked (vocabulary, context
+length, the engine's limits) is checked here, before the core hears of the request. Everything
+the core gets is resolved: token ids, a seed, a token limit, n = 1.
+"""
+
+import dataclasses
+import hashlib
+import itertools
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nano.checkpoint.hf_config import DecoderConfig
+from nano.config import EngineConfig
+from nano.engine.messages import EngineRequest
+from nano.engine.tokenizer import Tokenizer
+from nano.errors import InvalidRequest
+from nano.sampling_params import MAX_INT32, SamplingParams
+
+_SEED_LIMIT = 2**63
+
+
+@dataclass(slots=True)
+class PreparedRequest:
+    """One prompt, checked, and the `n` engine requests that continue it.
+
+    `sampling_params` is what was asked, with `max_tokens` and `seed` filled in. Child i answers
+    completion i; its id is `request_id` if it is alone, else `"{i}_{request_id}"`.
+    """
+
+    request_id: str
+    prompt: str | None  # None if the caller sent token ids
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    arrival_time: float
+    children: list[EngineRequest]
+
+
+class InputProcessor:
+    """Validates, tokenises and fans out requests. Safe to call from several threads.
+
+    A missing seed is drawn from the engine's seed and a request counter, so that a library
+    program repeats itself, or at random for a server (`draws_random_seeds`), whose callers must
+    not see each other's sequence.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        decoder: DecoderConfig,
+        tokenizer: Tokenizer,
+        draws_random_seeds: bool = False,
+    ):
+        """`config` is resolved: its `max_model_len` is the one that holds."""
+        assert config.model.max_model_len is not None
+        self.max_model_len = config.model.max_model_len
+        self.vocab_size = decoder.vocab_size
+        self.tokenizer = tokenizer
+        own_defaults = config.model.generation_config == "auto"
+        self._default_sampling = dict(decoder.default_sampling) if own_defaults else {}
+        self._max_logprobs = config.model.max_logprobs
+        self._engine_seed = config.model.seed
+        self._draws_random_seeds = draws_random_seeds
+        self._counter = itertools.count()
+        eos = [*decoder.eos_token_ids]
+        if tokenizer.eos_token_id is not None:
+            eos.append(tokenizer.eos_token_id)
+        self.eos_token_ids = tuple(i for i in dict.fromkeys(eos) if i < self.vocab_size)
+
+    def default_sampling_params(self, **given: Any) -> SamplingParams:
+        """The model's own sampling defaults (generation_config.json) under what is `given`."""
+        params: dict[str, Any] = {**self._default_sampling, **given}
+        return SamplingParams(**params)
+
+    def process(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        sampling_params: SamplingParams | None = None,
+        *,
+        arrival_time: float,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        add_special_tokens: bool = True,
+    ) -> PreparedRequest:
+        """Check everything and build the engine requests. Raises `InvalidRequest`.
+
+        `arrival_time` is time.monotonic(). `add_special_tokens` is False for a text that a chat
+        template rendered.
+        """
+        params = sampling_params or self.default_sampling_params()
+        _check_envelope(request_id, priority, cache_salt)
+        token_ids = self._prompt_token_ids(prompt, add_special_tokens)
+        self._check_params(params)
+        params = self._resolve(params, len(token_ids))
+        bad_words_token_ids = self._bad_words_token_ids(params.bad_words)
+        children = [
+            EngineRequest(
+                request_id=request_id if params.n == 1 else f"{index}_{request_id}",
+                prompt_token_ids=token_ids,
+                sampling_params=_child_params(params, index),
+                arrival_time=arrival_time,
+                eos_token_ids=self.eos_token_ids,
+                bad_words_token_ids=bad_words_token_ids,
+                priority=priority,
+                cache_salt=cache_salt,
+            )
+            for index in range(params.n)
+        ]
+        text = prompt if isinstance(prompt, str) else None
+        return PreparedRequest(request_id, text, token_ids, params, arrival_time, children)
+
+    def _prompt_token_ids(self, prompt: str | Sequence[int], add_special_tokens: bool) -> list[int]:
+        if isinstance(prompt, str):
+            token_ids = self.tokenizer.encode(prompt, add_special_tokens)
+        elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
+            token_ids = list(prompt)
+            for token_id in token_ids:
+                if isinstance(token_id, bool) or not isinstance(token_id, int):
+                    raise InvalidRequest(f"prompt must hold token ids, got {token_id!r}", "prompt")
+        else:
+            raise InvalidRequest(
+                f"prompt must be a string or a list of token ids, got {type(prompt).__name__}",
+                "prompt",
+            )
+        if not token_ids:
+            raise InvalidRequest("prompt must hold at least one token, got 0", "prompt")
+        if len(token_ids) >= self.max_model_len:
+            raise InvalidRequest(
+                f"prompt is {len(token_ids)} tokens long; at most {self.max_model_len - 1} fit, "
+                f"which leaves one token to generate (max_model_len {self.max_model_len})",
+                "prompt",
+            )
+        self._check_token_ids("prompt", token_ids)
+        return token_ids
+
+    def _check_token_ids(self, name: str, token_ids: Iterable[int]) -> None:
+        for token_id in token_ids:
+            if not 0 <= token_id < self.vocab_size:
+                raise InvalidRequest(
+                    f"{name} holds token id {token_id}, outside [0, {self.vocab_size})", name
+                )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        self._check_token_ids("logit_bias", params.logit_bias or ())
+        self._check_token_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_token_ids("stop_token_ids", params.stop_token_ids)
+        for name, count in (
+            ("logprobs", params.logprobs),
+            ("prompt_logprobs", params.prompt_logprobs),
+        ):
+            self._check_num_logprobs(name, count)
+
+    def _check_num_logprobs(self, name: str, count: int | None) -> None:
+        if count is None:
+            return
+        if count == -1:
+            if self._max_logprobs != -1:
+                raise InvalidRequest(
+                    f"{name} -1 (the whole vocabulary) exceeds the engine's max_logprobs "
+                    f"({self._max_logprobs})",
+                    name,
+                )
+        elif self._max_logprobs != -1 and count > self._max_logprobs:
+            raise InvalidRequest(
+                f"{name} must be at most the engine's max_logprobs ({self._max_logprobs}), "
+                f"got {count}",
+                name,
+            )
+        elif count > self.vocab_size:
+            raise InvalidRequest(
+                f"{name} must be at most the vocabulary's size ({self.vocab_size}), got {count}",
+                name,
+            )
+
+    def _resolve(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        """Fill in `max_tokens` and `seed`."""
+        room = self.max_model_len - num_prompt_tokens
+        if params.min_tokens > room:
+            raise InvalidRequest(
+                f"min_tokens is {params.min_tokens}; a prompt of {num_prompt_tokens} tokens leaves "
+                f"room for {room} (max_model_len {self.max_model_len})",
+                "min_tokens",
+            )
+        max_tokens = room if params.max_tokens is None else params.max_tokens
+        seed = self._draw_seed() if params.seed is None else params.seed
+        return dataclasses.replace(params, max_tokens=max_tokens, seed=seed)
+
+    def _draw_seed(self) -> int:
+        if self._draws_random_seeds:
+            return random.SystemRandom().randrange(_SEED_LIMIT)
+        key = f"{self._engine_seed} {next(self._counter)}".encode()
+        digest = hashlib.blake2b(key, digest_size=8).digest()
+        return int.from_bytes(digest, "little") % _SEED_LIMIT
+
+    def _bad_words_token_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word as it begins a text and as it follows a space, in token ids."""
+        sequences: dict[tuple[int, ...], None] = {}  # an ordered set
+        for word in words:
+            bare = word.lstrip(" ")
+            for form in (word, bare, " " + bare):
+                token_ids = tuple(self.tokenizer.encode_fragment(form))
+                if form == word and not token_ids:
+                    raise InvalidRequest(f"bad_words: {word!r} encodes to no token", "bad_words")
+                if token_ids:
+                    sequences[token_ids] = None
+        for token_ids in sequences:
+            self._check_token_ids("bad_words", token_ids)
+        return tuple(sequences)
+
+
+def _check_envelope(request_id: str, priority: int, cache_salt: str | None) -> None:
+    if not isinstance(request_id, str) or not request_id:
+        raise InvalidRequest(
+            f"request_id must be a non-empty string, got {request_id!r}", "request_id"
+        )
+    if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_INT32:
+        raise InvalidRequest(
+            f"priority must be an integer in [-{MAX_INT32}, {MAX_INT32}], got {priority!r}",
+            "priority",
+        )
+    if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+        raise InvalidRequest(
+            f"cache_salt must be a non-empty string, got {cache_salt!r}", "cache_salt"
+        )
+
+
+def _child_params(params: SamplingParams, index: int) -> SamplingParams:
+    """Completion `index` alone: its own seed; the prompt's log probabilities only once."""
+    assert params.seed is not None
+    if params.n == 1:
+        return params
+    return dataclasses.replace(
+        params,
+        n=1,
+        seed=(params.seed + index) % _SEED_LIMIT,
+        prompt_logprobs=params.prompt_logprobs if index == 0 else None,
+    )

@@ -1,0 +1,21 @@
+"""The feed-forward half of a decoder layer."""
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from nano.layers.linear import FusedLinear, Linear
+
+
+class SwiGLU(nn.Module):
+    """x [T, hidden] -> [T, hidden]: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool):
+        super().__init__()
+        shard_sizes = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        self.gate_up_proj = FusedLinear(hidden_size, shard_sizes, bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj.split(self.gate_up_proj(x))
+        out: Tensor = self.down_proj(functional.silu(gate) * up)
+        return out

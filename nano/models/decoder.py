@@ -1,0 +1,77 @@
+"""Decoder: the dense transformer of Llama, Mistral, Qwen2 and Qwen3.
+
+One class with flags from `DecoderConfig`: where these families differ (biases, q/k norms, RoPE,
+tied output) is data. Module names are those of Hugging Face checkpoints, less the "model." prefix.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from nano.checkpoint.hf_config import DecoderConfig
+from nano.kv_spec import LayerKVSpec
+from nano.layers.attention import Attention
+from nano.layers.embedding import Embedding
+from nano.layers.linear import Linear
+from nano.layers.mlp import SwiGLU
+from nano.layers.norm import RMSNorm
+from nano.layers.rotary import RotaryEmbedding
+
+
+class DecoderLayer(nn.Module):
+    """Attention, then feed-forward, each normalised before and added to the residual after."""
+
+    def __init__(self, config: DecoderConfig, layer_index: int):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, layer_index)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, config.mlp_bias)
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin)
+        hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return hidden
+
+
+class Decoder(nn.Module):
+    """A model as a function of tokens and positions, called inside a `forward_context`.
+
+    `dtype` is what it computes in. `max_model_len` is the longest context it will be given; only
+    dynamic RoPE depends on it. Parameters are uninitialised until `nano.models.weights` fills
+    them.
+    """
+
+    def __init__(self, config: DecoderConfig, *, dtype: torch.dtype, max_model_len: int):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.rotary_emb = RotaryEmbedding(config.rope, config.head_dim, max_model_len, dtype)
+        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = (
+            None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
+        )
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """input_ids [T] int, positions [T] int64 -> final hidden states [T, hidden]."""
+        hidden: Tensor = self.embed_tokens(input_ids)
+        cos, sin = self.rotary_emb(positions)
+        for layer in self.layers:
+            hidden = layer(hidden, cos, sin)
+        hidden = self.norm(hidden)
+        return hidden
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [L, hidden], any rows of `forward`'s result -> logits [L, vocab]."""
+        if self.lm_head is None:
+            return self.embed_tokens.logits(hidden)
+        logits: Tensor = self.lm_head(hidden)
+        return logits
+
+    def kv_specs(self, dtype: str) -> list[LayerKVSpec]:
+        """What each layer caches when keys and values are stored as `dtype`, by layer_index."""
+        config = self.config
+        return [
+            LayerKVSpec(f"layers.{i}", config.num_kv_heads, config.head_dim, dtype)
+            for i in range(config.num_layers)
+        ]

@@ -1,0 +1,65 @@
+"""Exponential noise keyed by (seed, position, token id): the only randomness in the engine.
+
+Sampling is an exponential race: token v wins where E_v / p_v is smallest, E_v ~ Exp(1), which
+happens with probability p_v. The noise of a position is a pure function of its key, so it is the
+same alone or in a batch, in a chunk or a draft, before and after preemption.
+
+E = -log1p(-u) with u = (bits + 0.5) * 2**-32. Uniforms of 24 bits would not do: over a vocabulary
+of 152k about 1 % of rows would then hold a u of exactly zero, which wins at any probability.
+"""
+
+import torch
+from torch import Tensor
+
+_MASK64 = 2**64 - 1
+_LARGEST_UNIFORM = 1.0 - 2.0**-24  # float32 rounds the last 128 of the 2**32 values up to 1
+
+
+def row_keys(seed: int, position: int) -> tuple[int, int]:
+    """Two int32 keys for one row: (seed, position) through the splitmix64 finaliser, twice."""
+    word = (seed + 0x9E3779B97F4A7C15 * (position + 1)) & _MASK64
+    for _ in range(2):
+        word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+        word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK64
+        word ^= word >> 31
+    return _as_int32(word >> 32), _as_int32(word)
+
+
+def random_bits(seed: int, position: int, token_ids: Tensor) -> Tensor:
+    """32 random bits per token. token_ids, result: [N] int32, any ids."""
+    first, second = row_keys(seed, position)
+    bits = _mix(token_ids * _as_int32(0x9E3779B1) + first)
+    return _mix_(bits.bitwise_xor_(second))
+
+
+def log_exponential(seed: int, position: int, token_ids: Tensor) -> Tensor:
+    """log E per token, [N] float32, finite: the race is run as argmax(logit - log E)."""
+    return log_exponential_from_bits(random_bits(seed, position, token_ids))
+
+
+def log_exponential_from_bits(bits: Tensor) -> Tensor:
+    """log E for given bits. int32 [N] -> float32 [N], in [log 2**-33, log 16.7]."""
+    # Split in halves, so that a small u keeps all of float32's relative precision.
+    high = (bits >> 16).bitwise_and_(0xFFFF).to(torch.float32)
+    low = bits.bitwise_and(0xFFFF).to(torch.float32).add_(0.5)
+    uniform = high.mul_(65536.0).add_(low).mul_(2.0**-32)
+    uniform.clamp_(max=_LARGEST_UNIFORM)
+    return uniform.neg_().log1p_().neg_().log_()
+
+
+def _mix(x: Tensor) -> Tensor:
+    return _mix_(x.clone())
+
+
+def _mix_(x: Tensor) -> Tensor:
+    """A bijective 32-bit finaliser (constants: C. Wellons, hash-prospector), in place."""
+    for shift, factor in ((16, 0x7FEB352D), (15, _as_int32(0x846CA68B))):
+        x.bitwise_xor_((x >> shift).bitwise_and_((1 << (32 - shift)) - 1))  # a logical shift
+        x.mul_(factor)
+    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
+
+
+def _as_int32(word: int) -> int:
+    """The low 32 bits as a signed integer."""
+    word &= 0xFFFFFFFF
+    return word - (1 << 32) if word >= 1 << 31 else word

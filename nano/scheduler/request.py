@@ -1,0 +1,146 @@
+"""Request: one prompt being continued, as the scheduler sees it. Only the scheduler writes it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from nano.kv_cache.block_hash import BlockHash
+from nano.outputs import FinishReason
+from nano.sampling_params import SamplingParams
+from nano.step import TokenLogprobs
+
+
+class RequestStatus(Enum):
+    """A preempted request is WAITING, with tokens already generated."""
+
+    WAITING = "waiting"  # holds no blocks, the worker has no row for it
+    RUNNING = "running"  # holds blocks; the worker has a row for it
+    FINISHED = "finished"
+
+
+class Request:
+    """A prompt, what was generated, and how much of that has valid KV.
+
+    Holds: 0 <= num_computed_tokens <= num_tokens <= max_num_tokens, and there are drafts only if
+    all tokens but the newest are computed. The arguments are those of one prompt of the front
+    end, with n = 1; `max_tokens` None means the rest of the context.
+    """
+
+    __slots__ = (
+        "arrival_index",
+        "bad_words_token_ids",
+        "block_hashes",
+        "cache_salt",
+        "draft_token_ids",
+        "eos_token_ids",
+        "finish_reason",
+        "first_scheduled_time",
+        "has_reported",
+        "max_num_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_preemptions",
+        "num_prompt_logprobs",
+        "num_prompt_tokens",
+        "priority",
+        "request_id",
+        "sampling_params",
+        "status",
+        "stop_token_id",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        *,
+        eos_token_ids: tuple[int, ...] = (),
+        bad_words_token_ids: tuple[tuple[int, ...], ...] = (),
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ):
+        self.request_id = request_id
+        self.sampling_params = sampling_params
+        self.eos_token_ids = eos_token_ids
+        self.bad_words_token_ids = bad_words_token_ids
+        self.priority = priority
+        self.cache_salt = cache_salt
+
+        self.token_ids = list(prompt_token_ids)  # prompt and accepted output, append-only
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_computed_tokens = 0  # KV is valid for token_ids[:num_computed_tokens]
+        self.draft_token_ids: list[int] = []  # guesses for the next step
+        self.block_hashes: list[BlockHash] = []  # of the first full blocks of token_ids
+        self.status = RequestStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.stop_token_id: int | None = None  # the stop_token_ids entry that ended it
+        self.num_preemptions = 0
+        self.num_cached_tokens: int | None = None  # prefix hit of the first admission
+        self.first_scheduled_time: float | None = None
+        self.has_reported = False  # whether the front end has heard of it
+        self.num_prompt_logprobs = 0  # delivered so far
+
+        # Set by Scheduler.add, which knows the limits.
+        self.max_num_tokens = 0  # prompt and output: the first of all limits to be met
+        self.arrival_index = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def urgency(self) -> tuple[int, int]:
+        """Sorts the most urgent first: lower priority number, then earlier arrival."""
+        return self.priority, self.arrival_index
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Whether KV may come from the cache. Prompt logprobs need every prompt token computed."""
+        return self.sampling_params.prompt_logprobs is None
+
+    def append(self, token_ids: Sequence[int]) -> int:
+        """Append sampled tokens up to one that ends the request; the number kept.
+
+        Sets `finish_reason` at the end: `stop` before `length` if one token is both.
+        """
+        for num_kept, token_id in enumerate(token_ids, 1):
+            self.token_ids.append(token_id)
+            if self._is_stop(token_id):
+                self.finish_reason = FinishReason.STOP
+                return num_kept
+            if len(self.token_ids) >= self.max_num_tokens:
+                self.finish_reason = FinishReason.LENGTH
+                return num_kept
+        return len(token_ids)
+
+    def _is_stop(self, token_id: int) -> bool:
+        params = self.sampling_params
+        is_eos = token_id in self.eos_token_ids and not params.ignore_eos
+        if not is_eos and token_id not in params.stop_token_ids:
+            return False
+        if self.num_output_tokens < params.min_tokens:
+            return False
+        self.stop_token_id = None if is_eos else token_id
+        return True
+
+
+@dataclass(slots=True)
+class RequestUpdate:
+    """News of one request after a step. Exactly one update of each request has a finish_reason."""
+
+    request_id: str
+    new_token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None  # the stop_token_ids entry that ended it; None for EOS
+    logprobs: TokenLogprobs | None = None  # of new_token_ids
+    prompt_logprobs: TokenLogprobs | None = None  # further prompt tokens, from the second on
+    num_cached_tokens: int | None = None  # set in the first update
+    first_scheduled_time: float | None = None  # set in the first update; the scheduler's clock
+    error: str | None = None  # with finish_reason "error"

@@ -1,0 +1,397 @@
+"""Scheduler: which tokens each step computes, and what their results mean. Torch-free.
+
+There is no phase. A prompt chunk, a resumed prompt, a decode token and its drafts are all tokens
+that a request has and whose KV is not computed yet. Owns every `Request`; reads no clock.
+"""
+
+from bisect import insort
+from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import attrgetter
+
+from nano.errors import InvalidRequest
+from nano.kv_cache.kv_cache_manager import KVCacheManager, PrefixHit
+from nano.outputs import FinishReason
+from nano.scheduler.request import Request, RequestStatus, RequestUpdate
+from nano.scheduler.request_queue import Policy, make_request_queue
+from nano.step import NewRequest, StepOutput, StepPlan, TokenLogprobs
+
+_by_urgency = attrgetter("urgency")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """A snapshot; the last three only ever grow."""
+
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float  # share of blocks held by requests, 0 to 1
+    num_preemptions: int
+    num_prefix_query_tokens: int  # known tokens of admitted requests
+    num_prefix_hit_tokens: int  # of those, read from the prefix cache
+
+
+class Scheduler:
+    """Decides each step under a token budget, and applies each step's output.
+
+    Called in turns: `schedule`, then `update_from_output` with that plan, with `add` and `abort`
+    at any moment. The running requests are served before the waiting ones and in order: by
+    admission under "fcfs", by urgency under "priority". Whoever needs blocks that are not there
+    takes them from the last in that order, so the first always makes progress and a victim has
+    never been scheduled already in the same step. A preempted request computes its KV again,
+    less what the prefix cache still has.
+
+    token_budget                  most tokens per step
+    max_num_requests              most requests running at once
+    max_model_len                 most tokens of one request, prompt and output
+    long_prefill_token_threshold  most tokens per step of a request that has more than one known
+                                  token to compute; 0: no such cap
+    """
+
+    def __init__(
+        self,
+        kv_cache: KVCacheManager,
+        *,
+        max_model_len: int,
+        token_budget: int,
+        max_num_requests: int,
+        policy: Policy = "fcfs",
+        long_prefill_token_threshold: int = 0,
+    ):
+        assert token_budget >= 1, f"token_budget must be at least 1, got {token_budget}"
+        assert max_num_requests >= 1, f"max_num_requests must be at least 1, got {max_num_requests}"
+        self.kv_cache = kv_cache
+        self.max_model_len = max_model_len
+        self.token_budget = token_budget
+        self.max_num_requests = max_num_requests
+        self.policy = policy
+        self.chunk_cap = long_prefill_token_threshold or token_budget
+
+        self.requests: dict[str, Request] = {}  # running and waiting
+        self.waiting = make_request_queue(policy)
+        self.running: list[Request] = []  # whoever comes first is served first
+        self._in_flight: dict[str, Request] = {}  # in the plan that is being executed
+        self._rows_to_forget: list[str] = []
+        self._step = 0
+        self._num_arrivals = 0
+        self._num_preemptions = 0
+        self._num_prefix_query_tokens = 0
+        self._num_prefix_hit_tokens = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the next plan will compute something."""
+        return bool(self.requests)
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            kv_cache_usage=self.kv_cache.usage,
+            num_preemptions=self._num_preemptions,
+            num_prefix_query_tokens=self._num_prefix_query_tokens,
+            num_prefix_hit_tokens=self._num_prefix_hit_tokens,
+        )
+
+    def add(self, request: Request) -> None:
+        """Queue a new request. Raises InvalidRequest, and changes nothing, if it can never run."""
+        num_tokens = request.num_prompt_tokens
+        if request.request_id in self.requests:
+            raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
+        if num_tokens == 0:
+            raise InvalidRequest("the prompt must have at least 1 token, got 0", "prompt")
+        for limit, name in (
+            (self.max_model_len, "max_model_len"),
+            (self.kv_cache.num_slots, "the capacity of the KV cache"),
+        ):
+            if num_tokens + 1 > limit:
+                raise InvalidRequest(
+                    f"a prompt of {num_tokens} tokens and 1 token of output exceed "
+                    f"{name}, {limit} tokens",
+                    "prompt",
+                )
+        # One limit stands for three. With the capacity in it, a request that is alone always
+        # fits: it ends with `length` when the cache is full, instead of preempting itself.
+        request.max_num_tokens = min(self.max_model_len, self.kv_cache.num_slots)
+        max_tokens = request.sampling_params.max_tokens
+        if max_tokens is not None:
+            request.max_num_tokens = min(request.max_num_tokens, num_tokens + max_tokens)
+        request.arrival_index = self._num_arrivals
+        self._num_arrivals += 1
+        self.requests[request.request_id] = request
+        self.waiting.add(request)
+
+    def abort(self, request_ids: Iterable[str]) -> list[RequestUpdate]:
+        """End requests now, also those being computed. Unknown and finished ids are ignored."""
+        updates = []
+        for request_id in request_ids:
+            request = self.requests.get(request_id)
+            if request is not None:
+                request.finish_reason = FinishReason.ABORT
+                self._finish(request)
+                updates.append(self._report(request, []))
+        self._drop_finished()
+        return updates
+
+    def schedule(self, now: float) -> StepPlan:
+        """The next step. `now` is the caller's clock in seconds, for `first_scheduled_time`.
+
+        The plan is empty only if there is no work. Rows to forget wait for a plan that is not.
+        """
+        assert not self._in_flight, f"step {self._step} has had no update_from_output"
+        self._step += 1
+        plan = StepPlan(self._step)
+        num_preemptions = self._num_preemptions
+        budget = self._schedule_running(plan, self.token_budget)
+        if self._num_preemptions == num_preemptions:  # never admit while evicting
+            self._admit_waiting(plan, budget, now)
+        if not plan.is_empty:
+            plan.finished_request_ids, self._rows_to_forget = self._rows_to_forget, []
+        return plan
+
+    def _schedule_running(self, plan: StepPlan, budget: int) -> int:
+        """Plan the running requests; returns the budget that is left."""
+        num_served = 0
+        while num_served < len(self.running) and budget:
+            request = self.running[num_served]
+            num_served += 1
+            # One token of the budget is kept for each request behind, so that no stream stalls
+            # while a long prompt, or many drafts, run ahead of it.
+            share = max(1, budget - (len(self.running) - num_served))
+            num_tokens = self._num_tokens_to_compute(request, request.num_computed_tokens, share)
+            block_ids = self.kv_cache.allocate(request, num_tokens)
+            if block_ids is None and request.draft_token_ids:
+                num_tokens = 1  # a guess is not worth a preemption
+                block_ids = self.kv_cache.allocate(request, num_tokens)
+            if block_ids is None:
+                block_ids = self._allocate_by_preemption(request, num_tokens)
+                if block_ids is None:
+                    break  # it was the last, and gave way itself
+            if block_ids:
+                plan.new_block_ids[request.request_id] = block_ids
+            self._put_in_plan(plan, request, num_tokens)
+            budget -= num_tokens
+        return budget
+
+    def _admit_waiting(self, plan: StepPlan, budget: int, now: float) -> None:
+        """Move waiting requests to running while tokens, rows and blocks last."""
+        while self.waiting and budget and len(self.running) < self.max_num_requests:
+            request = self.waiting.peek()
+            hit = self.kv_cache.match_prefix(request)
+            num_tokens = self._num_tokens_to_compute(request, hit.num_tokens, budget)
+            block_ids = self.kv_cache.allocate(request, num_tokens, hit)
+            if block_ids is None:
+                break
+            self._start(self.waiting.pop(), hit, now)
+            plan.new_requests.append(
+                NewRequest(
+                    request_id=request.request_id,
+                    token_ids=request.token_ids.copy(),
+                    num_prompt_tokens=request.num_prompt_tokens,
+                    num_computed_tokens=hit.num_tokens,
+                    block_ids=block_ids,
+                    sampling_params=request.sampling_params,
+                    eos_token_ids=request.eos_token_ids,
+                    bad_words_token_ids=request.bad_words_token_ids,
+                )
+            )
+            self._put_in_plan(plan, request, num_tokens)
+            budget -= num_tokens
+
+    def _num_tokens_to_compute(self, request: Request, num_computed: int, budget: int) -> int:
+        """How many of its tokens, known ones first and then drafts, the step computes.
+
+        The last token that a request may have is never computed, which leaves no room for drafts
+        that could not be accepted.
+        """
+        num_known = len(request.token_ids) - num_computed
+        if num_known > 1 and self.chunk_cap < budget:
+            budget = self.chunk_cap
+        room = request.max_num_tokens - 1 - num_computed
+        return min(num_known + len(request.draft_token_ids), room, budget)
+
+    def _put_in_plan(self, plan: StepPlan, request: Request, num_tokens: int) -> None:
+        request_id = request.request_id
+        num_computed, num_known = request.num_computed_tokens, len(request.token_ids)
+        plan.num_scheduled_tokens[request_id] = num_tokens
+        plan.num_computed_tokens[request_id] = num_computed
+        num_after = num_computed + num_tokens
+        if num_after > num_known:
+            plan.draft_token_ids[request_id] = request.draft_token_ids[: num_after - num_known]
+            num_after = num_known
+        # Blocks that this step fills can be hit from here on, in this very step.
+        self.kv_cache.cache_blocks(request, num_after)
+        self._in_flight[request_id] = request
+
+    def _allocate_by_preemption(self, request: Request, num_tokens: int) -> list[int] | None:
+        """Evict from the end of `running` until `request` fits; None if it is evicted itself."""
+        block_ids = None
+        while block_ids is None:
+            victim = self.running.pop()
+            self._preempt(victim)
+            if victim is request:
+                return None
+            block_ids = self.kv_cache.allocate(request, num_tokens)
+        return block_ids
+
+    def _preempt(self, request: Request) -> None:
+        assert request.request_id not in self._in_flight, f"{request.request_id} is scheduled"
+        self._release(request)
+        request.status = RequestStatus.WAITING
+        request.num_computed_tokens = 0
+        request.draft_token_ids = []
+        request.num_preemptions += 1
+        self._num_preemptions += 1
+        self.waiting.put_back(request)
+
+    def _start(self, request: Request, hit: PrefixHit, now: float) -> None:
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = hit.num_tokens
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = hit.num_tokens
+            request.first_scheduled_time = now
+        self._num_prefix_query_tokens += request.num_tokens
+        self._num_prefix_hit_tokens += hit.num_tokens
+        if self.policy == "priority":
+            insort(self.running, request, key=_by_urgency)
+        else:
+            self.running.append(request)
+
+    def update_from_output(self, plan: StepPlan, output: StepOutput) -> list[RequestUpdate]:
+        """Apply the output of `plan`; news of the requests that have any, in the plan's order."""
+        assert plan.step == self._step, f"plan {plan.step} is not the last one, {self._step}"
+        assert len(output.request_ids) == len(self._in_flight), "not every request was answered"
+        in_flight, self._in_flight = self._in_flight, {}
+        updates = []
+        has_finished = False
+        for request_id, token_ids, draft_token_ids in zip(
+            output.request_ids, output.token_ids, output.draft_token_ids
+        ):
+            request = in_flight[request_id]
+            if request.status is not RequestStatus.RUNNING:
+                continue  # aborted while it was computed
+            if request_id in output.errors:
+                update = self._fail(request, output.errors[request_id])
+            else:
+                self._advance(request, plan, token_ids)
+                num_kept = request.append(token_ids)
+                request.draft_token_ids = draft_token_ids if token_ids else []
+                num_valid = min(request.num_computed_tokens, len(request.token_ids))
+                self.kv_cache.cache_blocks(request, num_valid)
+                prompt_logprobs = self._new_prompt_logprobs(request, plan, output)
+                if request.finish_reason is not None:
+                    self._finish(request)
+                elif not token_ids and prompt_logprobs is None:
+                    continue
+                update = self._report(request, token_ids[:num_kept])
+                update.prompt_logprobs = prompt_logprobs
+                logprobs = output.logprobs.get(request_id)
+                if logprobs is not None:
+                    update.logprobs = _slice(logprobs, 0, num_kept)
+            updates.append(update)
+            has_finished |= request.finish_reason is not None
+        if has_finished:
+            self._drop_finished()
+        return updates
+
+    def _advance(self, request: Request, plan: StepPlan, token_ids: list[int]) -> None:
+        """Count as computed what the step computed, less the drafts that were rejected.
+
+        Afterwards a request that sampled has exactly one token without KV: the newest.
+        """
+        request_id = request.request_id
+        drafts = plan.draft_token_ids.get(request_id, [])
+        num_computed = request.num_computed_tokens + plan.num_scheduled_tokens[request_id]
+        if token_ids:
+            num_accepted = len(token_ids) - 1
+            assert token_ids[:num_accepted] == drafts[:num_accepted], (
+                f"{request_id}: drafts {drafts}, but accepted {token_ids[:num_accepted]}"
+            )
+            num_computed -= len(drafts) - num_accepted
+        samples = num_computed >= len(request.token_ids)
+        assert samples == bool(token_ids), f"{request_id}: sampled {token_ids}"
+        request.num_computed_tokens = num_computed
+
+    def _new_prompt_logprobs(
+        self, request: Request, plan: StepPlan, output: StepOutput
+    ) -> TokenLogprobs | None:
+        """The prompt logprobs of this step that were not delivered before a preemption."""
+        if not output.prompt_logprobs:
+            return None
+        logprobs = output.prompt_logprobs.get(request.request_id)
+        if logprobs is None:
+            return None
+        # Entry i of a request is prompt token i + 1: nothing precedes token 0.
+        start = plan.num_computed_tokens[request.request_id]
+        stop = start + len(logprobs.token_ids)
+        num_known = request.num_prompt_logprobs
+        assert start <= num_known, f"{request.request_id}: no logprobs {num_known} to {start}"
+        if stop <= num_known:
+            return None
+        request.num_prompt_logprobs = stop
+        return _slice(logprobs, num_known - start, stop - start)
+
+    def _report(self, request: Request, new_token_ids: list[int]) -> RequestUpdate:
+        update = RequestUpdate(
+            request.request_id, new_token_ids, request.finish_reason, request.stop_token_id
+        )
+        if not request.has_reported:
+            request.has_reported = True
+            update.num_cached_tokens = request.num_cached_tokens
+            update.first_scheduled_time = request.first_scheduled_time
+        return update
+
+    def _fail(self, request: Request, error: str) -> RequestUpdate:
+        self.kv_cache.forget(request)  # nobody may read what it wrote, nor what it read
+        request.finish_reason = FinishReason.ERROR
+        self._finish(request)
+        update = self._report(request, [])
+        update.error = error
+        return update
+
+    def _finish(self, request: Request) -> None:
+        """End a request that has its finish_reason. `_drop_finished` must follow."""
+        if request.status is RequestStatus.WAITING:
+            self.waiting.remove(request.request_id)
+        else:
+            self._release(request)
+        request.status = RequestStatus.FINISHED
+        del self.requests[request.request_id]
+
+    def _release(self, request: Request) -> None:
+        """Take a running request's blocks and row."""
+        # What the step in flight was to write is not known to be written.
+        self.kv_cache.forget(request, request.num_computed_tokens)
+        self.kv_cache.free(request)
+        self._rows_to_forget.append(request.request_id)
+
+    def _drop_finished(self) -> None:
+        # One pass for all: removing them one by one is quadratic when many end together.
+        self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless requests, queues and KV blocks agree. For tests."""
+        self.kv_cache.check_invariants()
+        assert len(self.running) <= self.max_num_requests
+        assert len(self.running) + len(self.waiting) == len(self.requests)
+        if self.policy == "priority":
+            assert self.running == sorted(self.running, key=_by_urgency)
+        for request in self.requests.values():
+            name, num_tokens = request.request_id, request.num_tokens
+            num_computed = request.num_computed_tokens
+            num_slots = len(self.kv_cache.block_ids(request)) * self.kv_cache.block_size
+            assert request.finish_reason is None, f"{name} has ended"
+            assert num_tokens < request.max_num_tokens, f"{name} should have ended"
+            assert 0 <= num_computed < num_tokens, f"{name}: {num_computed} of {num_tokens}"
+            assert num_computed <= num_slots, f"{name}: {num_computed} tokens in {num_slots} slots"
+            if request.draft_token_ids:
+                assert num_computed == num_tokens - 1, f"{name} has drafts too early"
+            is_running = request in self.running
+            assert is_running == (request.status is RequestStatus.RUNNING), f"{name} is misplaced"
+            assert is_running or (num_computed, num_slots) == (0, 0), f"{name} waits with blocks"
+
+
+def _slice(logprobs: TokenLogprobs, start: int, stop: int) -> TokenLogprobs:
+    return TokenLogprobs(
+        logprobs.token_ids[start:stop], logprobs.logprobs[start:stop], logprobs.ranks[start:stop]
+    )

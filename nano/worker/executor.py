@@ -1,0 +1,46 @@
+"""Executor: how the engine core reaches its workers."""
+
+from abc import ABC, abstractmethod
+
+from nano.config import EngineConfig
+from nano.step import StepOutput, StepPlan
+from nano.worker.worker import Worker, WorkerInfo
+
+
+class Executor(ABC):
+    """Runs plans on one or more workers; every worker gets the same plan."""
+
+    @abstractmethod
+    def load(self) -> WorkerInfo:
+        """Load the model and settle the sizes. Called once, first."""
+
+    @abstractmethod
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """Run one step to its end."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of workers and memory. Safe to call twice."""
+
+
+class SingleProcessExecutor(Executor):
+    """One worker, in this process."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._worker: Worker | None = Worker(config)
+
+    def load(self) -> WorkerInfo:
+        assert self._worker is not None
+        return self._worker.load()
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        assert self._worker is not None, "the executor is closed"
+        return self._worker.execute(plan)
+
+    def close(self) -> None:
+        self._worker = None
+
+
+def make_executor(config: EngineConfig) -> Executor:
+    """The executor that `config` asks for."""
+    return SingleProcessExecutor(config)

@@ -1,0 +1,145 @@
+"""ModelRunner: one step of the device, plan in, output out. It fits on a page and stays there.
+
+    forward(plan)   rows, batch, attention plan, model   -> hidden states
+    sample(mask)    logits, tokens, accepted drafts, next drafts   -> StepOutput
+
+They are two methods so that a grammar's mask can be built while the forward pass runs.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nano.attention.backend import AttentionBackend
+from nano.attention.op import ForwardContext, forward_context
+from nano.batch.input_batch import InputBatch, InputBatchBuilder, LogitsRows
+from nano.batch.request_states import RequestStates
+from nano.compile.compile_model import ForwardFn
+from nano.models.decoder import Decoder
+from nano.sampling.logprobs import gather_logprobs
+from nano.sampling.sampler import RowSamples, Sampler, accept, concatenate
+from nano.spec.proposer import ProposalInput, Proposer
+from nano.step import StepOutput, StepPlan, TokenLogprobs
+
+# Most bytes of logits that exist at once; more rows are computed in chunks.
+_MAX_LOGITS_BYTES = 64 * 2**20
+
+
+@dataclass(slots=True)
+class _Forwarded:
+    """A step between its two halves."""
+
+    plan: StepPlan
+    batch: InputBatch
+    hidden: Tensor  # [T, hidden]
+    seconds: float
+
+
+class ModelRunner:
+    """Runs steps of one model on one device. Owns the request states, nothing else mutable."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        model_forward: ForwardFn,
+        backend: AttentionBackend,
+        kv_caches: list[Tensor],
+        states: RequestStates,
+        batch_builder: InputBatchBuilder,
+        sampler: Sampler,
+        proposer: Proposer,
+    ) -> None:
+        self.model = model
+        self.model_forward = model_forward
+        self.context = ForwardContext(backend, kv_caches)
+        self.states = states
+        self.batch_builder = batch_builder
+        self.sampler = sampler
+        self.proposer = proposer
+        self._forwarded: _Forwarded | None = None
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepOutput:
+        self.forward(plan)
+        return self.sample()
+
+    def forward(self, plan: StepPlan) -> None:
+        started = time.perf_counter()
+        self.states.apply(plan)
+        batch = self.batch_builder.build(plan)
+        self.context.backend.plan(batch.attention)
+        with forward_context(self.context):
+            hidden = self.model_forward(batch.input_ids, batch.positions)
+        self._forwarded = _Forwarded(plan, batch, hidden, time.perf_counter() - started)
+
+    def sample(self, mask: Tensor | None = None) -> StepOutput:
+        """mask: [L, V] bool, True where a token may be drawn; None allows all."""
+        started = time.perf_counter()
+        assert self._forwarded is not None
+        step, self._forwarded = self._forwarded, None
+        batch = step.batch
+
+        samples = RowSamples()
+        for start, rows, logits in self._logits(step.hidden, batch.logits):
+            row_mask = None if mask is None else mask[start : start + len(rows.row)]
+            samples.extend(self.sampler.sample_rows(logits, rows, self.states, row_mask))
+        sampled = accept(batch, self.states, samples)
+        prompt_logprobs = self._prompt_logprobs(step.hidden, batch)
+        for i, token_ids in enumerate(sampled.token_ids):
+            self.states.commit(
+                int(batch.rows[i]), int(batch.num_scheduled[i]), int(batch.num_drafts[i]), token_ids
+            )
+        drafts = self.proposer.propose(
+            ProposalInput(batch, sampled, self.states, step.hidden),
+            self._num_draft_tokens(step.plan, batch),
+        )
+        return StepOutput(
+            request_ids=batch.request_ids,
+            token_ids=sampled.token_ids,
+            draft_token_ids=drafts.token_ids,
+            draft_sources=drafts.sources,
+            logprobs=sampled.logprobs,
+            prompt_logprobs=prompt_logprobs,
+            errors=sampled.errors,
+            forward_seconds=step.seconds,
+            sample_seconds=time.perf_counter() - started,
+        )
+
+    def _logits(self, hidden: Tensor, rows: LogitsRows) -> Iterator[tuple[int, LogitsRows, Tensor]]:
+        """(first row, rows, their logits [n, V]), in chunks under the memory cap."""
+        bytes_per_row = self.model.config.vocab_size * hidden.element_size()
+        size = max(1, _MAX_LOGITS_BYTES // bytes_per_row)
+        for start in range(0, len(rows.row), size):
+            chunk = rows.chunk(start, start + size)
+            yield start, chunk, self.model.compute_logits(hidden[chunk.indices])
+
+    def _prompt_logprobs(self, hidden: Tensor, batch: InputBatch) -> dict[str, TokenLogprobs]:
+        """Logprobs of the prompt tokens that this step's rows predict, by request."""
+        rows = batch.prompt_logits
+        if rows is None:
+            return {}
+        found: dict[str, list[TokenLogprobs]] = {}
+        request_of = {
+            int(row): request_id for row, request_id in zip(batch.rows, batch.request_ids)
+        }
+        for _, chunk, logits in self._logits(hidden, rows):
+            targets = torch.from_numpy(self.states.token_ids[chunk.row, chunk.num_known]).long()
+            for row in dict.fromkeys(chunk.row.tolist()):
+                mine = torch.from_numpy(np.flatnonzero(chunk.row == row))
+                num_top = self.states.row_params(row).sampling_params.prompt_logprobs
+                assert num_top is not None
+                part = gather_logprobs(logits[mine], targets[mine], num_top)
+                found.setdefault(request_of[row], []).append(part)
+        return {request_id: concatenate(parts) for request_id, parts in found.items()}
+
+    @staticmethod
+    def _num_draft_tokens(plan: StepPlan, batch: InputBatch) -> np.ndarray:
+        wanted = plan.draft_requests
+        return np.array(
+            [sum(draft.num_tokens for draft in wanted.get(r, ())) for r in batch.request_ids],
+            np.int32,
+        )
