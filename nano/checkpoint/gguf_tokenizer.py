@@ -96,7 +96,7 @@ class _GgufVocabulary:
 
     def token_of(self, key: str, default_id: int | None = None) -> str | None:
         """The text of the token whose id is at `key`."""
-        token_id = self.get(key, default_id)
+        token_id: int | None = self.get(key, default_id)
         if token_id is None:
             return None
         if not 0 <= token_id < len(self.tokens):

@@ -20,7 +20,7 @@ from nano.engine.messages import (
     ToCore,
     TokenOutput,
 )
-from nano.errors import EngineDead
+from nano.errors import EngineDead, InvalidRequest
 
 Wire = Callable[[ToCore | FromCore], ToCore | FromCore]
 
@@ -56,6 +56,25 @@ class EngineClient(ABC):
         """Let go of the core. A second call does nothing."""
 
 
+class LiveRequests(set[str]):
+    """The ids that a client has in flight."""
+
+    def enter(self, requests: Sequence[EngineRequest]) -> None:
+        """Raises `InvalidRequest`, and takes none, if one is in flight or comes twice."""
+        request_ids: set[str] = set()
+        for request in requests:
+            if request.request_id in self or request.request_id in request_ids:
+                raise InvalidRequest(
+                    f"request_id {request.request_id!r} is in flight already", "request_id"
+                )
+            request_ids.add(request.request_id)
+        self |= request_ids
+
+    def leave(self, outputs: Sequence[TokenOutput]) -> None:
+        """Drop those that `outputs` finish."""
+        self -= {output.request_id for output in outputs if output.finish_reason is not None}
+
+
 class InProcessClient(EngineClient):
     """Owns a core and calls it directly; `recv` runs one step. Not thread-safe.
 
@@ -67,12 +86,14 @@ class InProcessClient(EngineClient):
         self.ready = core.ready
         self._core = core
         self._wire = wire
+        self._live = LiveRequests()
         self._outbox: list[TokenOutput] = []
         self._fault: str | None = None
         self._is_closed = False
 
     def add(self, requests: Sequence[EngineRequest]) -> None:
         self._check_alive()
+        self._live.enter(requests)
         message = self._over_wire(AddRequests(list(requests)))
         assert isinstance(message, AddRequests)
         for request in message.requests:
@@ -95,6 +116,7 @@ class InProcessClient(EngineClient):
             except Exception as error:
                 self._fault = f"{type(error).__name__}: {error}"
                 raise EngineDead(f"the engine core died: {self._fault}") from error
+        self._live.leave(outputs)
         message = self._over_wire(EngineOutputs(outputs))
         assert isinstance(message, EngineOutputs)
         return message.outputs

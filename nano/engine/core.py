@@ -157,6 +157,6 @@ def _to_output(update: RequestUpdate) -> TokenOutput:
 
 def build_core(config: EngineConfig) -> EngineCore:
     """A core with the worker that a resolved `config` asks for."""
-    from nano.worker.executor import make_executor  # noqa: PLC0415  torch, seconds
+    from nano.worker.executor import make_executor  # torch: seconds
 
     return EngineCore(config, make_executor(config))

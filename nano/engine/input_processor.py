@@ -17,7 +17,7 @@ from nano.checkpoint.hf_config import DecoderConfig
 from nano.config import EngineConfig
 from nano.engine.messages import EngineRequest
 from nano.engine.tokenizer import Tokenizer
-from nano.errors import InvalidRequest
+from nano.errors import ConfigError, InvalidRequest
 from nano.sampling_params import MAX_INT32, SamplingParams
 
 _SEED_LIMIT = 2**63
@@ -54,13 +54,20 @@ class InputProcessor:
         tokenizer: Tokenizer,
         draws_random_seeds: bool = False,
     ):
-        """`config` is resolved: its `max_model_len` is the one that holds."""
+        """`config` is resolved: its `max_model_len` is the one that holds. Raises `ConfigError`."""
         assert config.model.max_model_len is not None
         self.max_model_len = config.model.max_model_len
         self.vocab_size = decoder.vocab_size
         self.tokenizer = tokenizer
-        own_defaults = config.model.generation_config == "auto"
-        self._default_sampling = dict(decoder.default_sampling) if own_defaults else {}
+        has_own_defaults = config.model.generation_config == "auto"
+        self._default_sampling = dict(decoder.default_sampling) if has_own_defaults else {}
+        try:
+            self.default_sampling_params()
+        except InvalidRequest as error:
+            raise ConfigError(
+                f"the model's generation_config.json: {error}; pass generation_config='vllm' to "
+                "ignore it"
+            ) from error
         self._max_logprobs = config.model.max_logprobs
         self._engine_seed = config.model.seed
         self._draws_random_seeds = draws_random_seeds
@@ -116,16 +123,8 @@ class InputProcessor:
     def _prompt_token_ids(self, prompt: str | Sequence[int], add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, str):
             token_ids = self.tokenizer.encode(prompt, add_special_tokens)
-        elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
-            token_ids = list(prompt)
-            for token_id in token_ids:
-                if isinstance(token_id, bool) or not isinstance(token_id, int):
-                    raise InvalidRequest(f"prompt must hold token ids, got {token_id!r}", "prompt")
         else:
-            raise InvalidRequest(
-                f"prompt must be a string or a list of token ids, got {type(prompt).__name__}",
-                "prompt",
-            )
+            token_ids = _integers(prompt)
         if not token_ids:
             raise InvalidRequest("prompt must hold at least one token, got 0", "prompt")
         if len(token_ids) >= self.max_model_len:
@@ -210,6 +209,18 @@ class InputProcessor:
         for token_ids in sequences:
             self._check_token_ids("bad_words", token_ids)
         return tuple(sequences)
+
+
+def _integers(prompt: object) -> list[int]:
+    if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
+        raise InvalidRequest(
+            f"prompt must be a string or a list of token ids, got {type(prompt).__name__}",
+            "prompt",
+        )
+    for token_id in prompt:
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
+            raise InvalidRequest(f"prompt must hold token ids, got {token_id!r}", "prompt")
+    return list(prompt)
 
 
 def _check_envelope(request_id: str, priority: int, cache_salt: str | None) -> None:

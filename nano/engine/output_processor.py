@@ -16,6 +16,7 @@ from nano.engine.input_processor import PreparedRequest
 from nano.engine.messages import EngineRequest, TokenOutput
 from nano.engine.stop_strings import StopChecker, StopMatch
 from nano.engine.tokenizer import Tokenizer
+from nano.errors import InvalidRequest
 from nano.outputs import (
     CompletionOutput,
     FinishReason,
@@ -61,12 +62,19 @@ class OutputProcessor:
         return len(self._requests)
 
     def register(self, prepared: PreparedRequest, kind: OutputKind = OutputKind.FINAL) -> None:
-        """Expect news of `prepared.children`. Call before they are sent to the core."""
-        assert prepared.request_id not in self._requests, prepared.request_id
+        """Expect news of `prepared.children`. Call before they are sent to the core.
+
+        Raises `InvalidRequest` if one of the ids is in flight already.
+        """
+        child_ids = [child.request_id for child in prepared.children]
+        for taken in (self._requests.keys() & {prepared.request_id}) | (
+            self._completions.keys() & set(child_ids)
+        ):
+            raise InvalidRequest(f"request_id {taken!r} is in use", "request_id")
         request = _Request(prepared, kind, self._tokenizer)
         self._requests[prepared.request_id] = request
-        for child, completion in zip(prepared.children, request.completions):
-            self._completions[child.request_id] = (request, completion)
+        for child_id, completion in zip(child_ids, request.completions):
+            self._completions[child_id] = (request, completion)
 
     def process(self, outputs: Sequence[TokenOutput], now: float) -> ProcessedOutputs:
         """Take one step's news. `abort_ids` met their stop string while the core goes on."""
@@ -163,13 +171,10 @@ class _Request:
         finished = self.is_finished
         if finished:
             self._metrics.finished_time = now
-        elif self._kind is OutputKind.FINAL:
+        with_news = [completion for completion in self.completions if completion.has_news]
+        if not finished and (self._kind is OutputKind.FINAL or not with_news):
             return None
-        completions = self.completions
-        if self._kind is OutputKind.DELTA:
-            completions = [completion for completion in completions if completion.has_news]
-            if not completions:
-                return None
+        completions = with_news if self._kind is OutputKind.DELTA else self.completions
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt,
@@ -203,7 +208,7 @@ class _Completion:
             tokenizer, child.prompt_token_ids, params.skip_special_tokens
         )
         self._stop_checker = StopChecker(params.stop, self._shows_stop) if params.stop else None
-        self._num_tokens = 0
+        self._num_tokens = 0  # whose text was looked at
         self._token_ids: list[int] = []
         self._text: list[str] = []  # pieces: joined when looked at
         self._logprobs: list[PositionLogprobs] | None = None
@@ -226,7 +231,6 @@ class _Completion:
                 num_taken = position + 1
                 break
         self._token_ids += token_ids[:num_taken]
-        self._num_tokens += num_taken - max(0, num_visible if match is None else num_taken)
         if self._logprobs is not None and output.logprobs is not None:
             self._add_logprobs(output.logprobs, num_taken)
         if match is not None:

@@ -34,6 +34,8 @@ class StopChecker:
 
         A match that completes while `may_stop` is false is text like any other.
         """
+        if not text:
+            return ""
         num_seen = len(self._held)
         pending = self._held + text
         if may_stop:

@@ -17,7 +17,7 @@ from pathlib import Path
 import zmq
 
 from nano.config import EngineConfig
-from nano.engine.client import EngineClient
+from nano.engine.client import EngineClient, LiveRequests
 from nano.engine.codec import GOODBYE, HELLO, decode, encode
 from nano.engine.core import ControlMethod
 from nano.engine.messages import (
@@ -33,7 +33,7 @@ from nano.engine.messages import (
     ToCore,
     TokenOutput,
 )
-from nano.errors import CheckpointError, ConfigError, EngineDead, InvalidRequest
+from nano.errors import CheckpointError, ConfigError, EngineDead
 from nano.log import get_logger
 
 logger = get_logger(__name__)
@@ -114,7 +114,7 @@ class SubprocessClient(EngineClient):
 
         self._news = threading.Condition()  # guards everything down to _call_ids, and the inlet
         self._outputs: list[TokenOutput] = []
-        self._live: set[str] = set()
+        self._live = LiveRequests()
         self._calls: dict[int, Future[dict[str, float]]] = {}
         self._call_ids = itertools.count()
         self._fault: str | None = None
@@ -140,11 +140,7 @@ class SubprocessClient(EngineClient):
     def add(self, requests: Sequence[EngineRequest]) -> None:
         with self._news:
             self._check_alive()
-            request_ids = [request.request_id for request in requests]
-            for i, request_id in enumerate(request_ids):
-                if request_id in self._live or request_id in request_ids[:i]:
-                    raise InvalidRequest(f"request_id {request_id!r} is in flight", "request_id")
-            self._live.update(request_ids)
+            self._live.enter(requests)
             self._leave(AddRequests(list(requests)))
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -203,9 +199,7 @@ class SubprocessClient(EngineClient):
         fault = "it was closed"
         try:
             # Not in our process group: Ctrl-C goes to the front end alone, which then closes us.
-            self._process = subprocess.Popen(
-                self._command, stdin=subprocess.PIPE, process_group=0
-            )
+            self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, process_group=0)
             dealer.connect(f"ipc://{self._folder}/core")
             heartbeat.connect(f"ipc://{self._folder}/heartbeat")
             dealer.send(HELLO)
@@ -262,7 +256,7 @@ class SubprocessClient(EngineClient):
             case EngineOutputs(outputs):
                 with self._news:
                     self._outputs += outputs
-                    self._live -= {o.request_id for o in outputs if o.finish_reason is not None}
+                    self._live.leave(outputs)
                     self._news.notify_all()
             case ControlReply(call_id, result):
                 with self._news:

@@ -148,7 +148,7 @@ class _Memo(dict[int, _Value]):
 
 def _byte_rule(decoder: Any) -> tuple[Callable[[str], bytes], bool]:
     """From a tokenizer.json's decoder: a token's bytes, and whether a first space is dropped."""
-    state = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "none"}
+    state: Any = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "nothing"}
     parts = state["decoders"] if state["type"] == "Sequence" else [state]
     kinds = {part["type"] for part in parts}
     if kinds == {"ByteLevel"}:

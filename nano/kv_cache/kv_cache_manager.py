@@ -202,7 +202,7 @@ class KVCacheManager:
         return -(-num_slots // self.block_size)
 
     def _hash(self, request: CachedRequest, num_blocks: int) -> None:
-        """Extend `request.block_hashes` to `num_blocks`; known tokens never change, so it is kept."""
+        """Extend `request.block_hashes` to `num_blocks`; known tokens never change."""
         hashes = request.block_hashes
         if len(hashes) < num_blocks:
             salt = () if request.cache_salt is None else (request.cache_salt,)

@@ -1,7 +1,7 @@
 """A core with a worker made of arithmetic: the next token is the last one plus one.
 
 Run as `python -m tests.engine.fake_core` in place of `nano.engine.process`, it is also the child
-process of the client's tests. Some token ids in a prompt are faults.
+process of the client's tests. Some first tokens of a prompt are faults.
 """
 
 import os
@@ -67,14 +67,15 @@ class FakeExecutor:
 
     def _run(self, request_id: str, num_tokens: int, output: StepOutput) -> list[int]:
         token_ids = self._token_ids[request_id]
-        if RAISE_TOKEN in token_ids:
+        first = token_ids[0]
+        if first == RAISE_TOKEN:
             raise RuntimeError("the fake device is on fire")
-        if FAIL_TOKEN in token_ids:
+        if first == FAIL_TOKEN:
             output.errors[request_id] = "the fake logits are NaN"
             return []
-        if SLOW_TOKEN in token_ids:
+        if first == SLOW_TOKEN:
             time.sleep(SLOW_SECONDS)
-        if EXIT_TOKEN in token_ids:
+        if first == EXIT_TOKEN:
             os._exit(7)
         self._num_computed[request_id] += num_tokens
         if self._num_computed[request_id] < len(token_ids):

@@ -58,7 +58,9 @@ REQUEST = EngineRequest(
     priority=-3,
     cache_salt="salt",
 )
-LOGPROBS = TokenLogprobs([[5, 5, 6], [7, 8, 9]], [[-0.5, -0.5, -math.inf], [-1.0, -2.0, -3.0]], [1, 4])
+LOGPROBS = TokenLogprobs(
+    [[5, 5, 6], [7, 8, 9]], [[-0.5, -0.5, -math.inf], [-1.0, -2.0, -3.0]], [1, 4]
+)
 OUTPUT = TokenOutput(
     request_id="r/1",
     new_token_ids=[5, 7],

@@ -1,0 +1,266 @@
+"""LLM: the library's front end. vLLM's names and shapes, and a streaming `generate`."""
+
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, cast, overload
+
+from tqdm.auto import tqdm
+
+from nano.checkpoint.hf_config import load_decoder_config
+from nano.config import EngineConfig, resolve
+from nano.engine.client import EngineClient, InProcessClient
+from nano.engine.core import build_core
+from nano.engine.input_processor import InputProcessor, PreparedRequest
+from nano.engine.output_processor import OutputKind, OutputProcessor
+from nano.engine.tokenizer import Tokenizer
+from nano.errors import InvalidRequest
+from nano.log import ensure_logging
+from nano.outputs import RequestOutput
+from nano.sampling_params import SamplingParams
+
+# A text, token ids, or vLLM's {"prompt": ...} / {"prompt_token_ids": ...} (with "cache_salt").
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model loaded in this process, ready to continue prompts.
+
+        llm = LLM("demo")
+        for output in llm.generate(["One, two,"], SamplingParams(max_tokens=8)):
+            print(output.outputs[0].text)
+
+    Keyword arguments are the engine arguments of `nano.config.ENGINE_ARGS` under vLLM's names
+    (`max_model_len`, `max_num_seqs`, `block_size` ...); unknown ones are refused. With
+    `use_subprocess` the engine core runs in a process of its own, as it does under the server.
+    Use as a context manager, or call `close`, to free the model. Not thread-safe.
+    """
+
+    def __init__(
+        self, model: str | Path = "demo", *, use_subprocess: bool = False, **engine_args: Any
+    ) -> None:
+        """Raises `ConfigError` or `CheckpointError` (both `ValueError`)."""
+        ensure_logging()
+        config = resolve(EngineConfig.from_args({"model": str(model), **engine_args}))
+        folder = Path(config.model.path)
+        self.tokenizer = Tokenizer.from_folder(Path(config.model.tokenizer or folder))
+        self._client = _make_client(config, use_subprocess)
+        self._inputs = InputProcessor(config, load_decoder_config(folder), self.tokenizer)
+        self._outputs = OutputProcessor(self.tokenizer)
+        self._counter = itertools.count()
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stream: Literal[False] = False,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stream: Literal[True],
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> Iterator[RequestOutput]: ...
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stream: bool = False,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput] | Iterator[RequestOutput]:
+        """Continue one prompt or many.
+
+        `sampling_params` is one for all, one per prompt, or None for the model's own defaults.
+        Returns one output per prompt, in order. With `stream` it is an iterator of increments: each
+        RequestOutput holds only the new text, tokens and logprobs of the completions that have
+        any; leaving it early aborts what is unfinished. Raises `InvalidRequest` before anything
+        is queued if any prompt or parameter is bad; a request that fails later has
+        finish_reason "error" in its own output.
+        """
+        batch = _as_prompts(prompts)
+        requests = self._prepare(batch, sampling_params, priority, add_special_tokens=True)
+        return self._run(requests, stream, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stream: bool = False,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput] | Iterator[RequestOutput]:
+        """Answer one conversation or many, rendered by the model's chat template.
+
+        `messages` are OpenAI's: [{"role": "user", "content": "..."}]. The rest as `generate`.
+        """
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        conversations = cast("list[list[Message]]", [messages] if single else list(messages))
+        texts = [
+            self.tokenizer.apply_chat_template(
+                list(conversation),
+                add_generation_prompt=add_generation_prompt,
+                template=chat_template,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in conversations
+        ]
+        # The template writes BOS itself where the model wants one.
+        requests = self._prepare(texts, sampling_params, None, add_special_tokens=False)
+        return self._run(requests, stream, use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.tokenizer
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What a request without sampling parameters gets: generation_config.json's values."""
+        return self._inputs.default_sampling_params()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. False, and nothing happens, while requests run."""
+        return bool(self._client.control("reset_prefix_cache")["is_reset"])
+
+    def stats(self) -> dict[str, float]:
+        """Counts of the engine core, now and since the start (see `EngineCore.control`)."""
+        return self._client.control("stats")
+
+    def close(self) -> None:
+        """Free the model, or end the engine's process. The LLM is of no use afterwards."""
+        self._client.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _prepare(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | None,
+        *,
+        add_special_tokens: bool,
+    ) -> list[PreparedRequest]:
+        """Check and tokenise everything; nothing is queued yet."""
+        params = _per_prompt("sampling_params", sampling_params, len(prompts))
+        priorities = _per_prompt("priority", priority, len(prompts))
+        prepared = []
+        for prompt, params_, priority_ in zip(prompts, params, priorities):
+            content, cache_salt = _unpack(prompt)
+            prepared.append(
+                self._inputs.process(
+                    f"request-{next(self._counter)}",
+                    content,
+                    params_,
+                    arrival_time=time.monotonic(),
+                    priority=priority_ or 0,
+                    cache_salt=cache_salt,
+                    add_special_tokens=add_special_tokens,
+                )
+            )
+        return prepared
+
+    def _run(
+        self, requests: list[PreparedRequest], stream: bool, use_tqdm: bool
+    ) -> list[RequestOutput] | Iterator[RequestOutput]:
+        if stream:
+            return self._stream(requests, OutputKind.DELTA)
+        order = {request.request_id: i for i, request in enumerate(requests)}
+        outputs = []
+        progress = tqdm(
+            total=len(requests), desc="Requests", unit="req", disable=not (use_tqdm and requests)
+        )
+        num_tokens, started = 0, time.perf_counter()
+        with progress:
+            for output in self._stream(requests, OutputKind.FINAL):
+                outputs.append(output)
+                num_tokens += sum(len(choice.token_ids) for choice in output.outputs)
+                rate = num_tokens / (time.perf_counter() - started)
+                progress.set_postfix_str(f"{rate:.1f} output tok/s", refresh=False)
+                progress.update()
+        return sorted(outputs, key=lambda output: order[output.request_id])
+
+    def _stream(self, requests: list[PreparedRequest], kind: OutputKind) -> Iterator[RequestOutput]:
+        """Queue `requests` and step the engine until all have finished."""
+        unfinished = {request.request_id for request in requests}
+        try:
+            for request in requests:
+                self._outputs.register(request, kind)
+            self._client.add([child for request in requests for child in request.children])
+            while unfinished:
+                processed = self._outputs.process(self._client.recv(), time.monotonic())
+                if processed.abort_ids:
+                    self._client.abort(processed.abort_ids)
+                for output in processed.request_outputs:
+                    if output.finished:
+                        unfinished.discard(output.request_id)
+                    yield output
+        finally:
+            for request_id in unfinished:  # an error, Ctrl-C, or a stream that was left early
+                processed = self._outputs.abort(request_id, time.monotonic())
+                self._client.abort(processed.abort_ids)
+
+
+def _make_client(config: EngineConfig, use_subprocess: bool) -> EngineClient:
+    if not use_subprocess:
+        return InProcessClient(build_core(config))
+    # Needs pyzmq and msgspec, which the plain library does not.
+    from nano.engine.subprocess_client import SubprocessClient
+
+    return SubprocessClient(config)
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """One prompt or many, as many: a text, a mapping or a list of ints is one prompt."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [cast("Sequence[int]", prompts)]
+    return cast("Sequence[Prompt]", prompts)
+
+
+def _unpack(prompt: Prompt) -> tuple[str | Sequence[int], str | None]:
+    """(text or token ids, cache_salt)"""
+    if not isinstance(prompt, Mapping):
+        return prompt, None
+    unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
+    if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
+        raise InvalidRequest(
+            "a prompt mapping holds 'prompt' or 'prompt_token_ids', and perhaps 'cache_salt'; "
+            f"got {sorted(prompt)}",
+            "prompt",
+        )
+    content = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
+    return content, prompt.get("cache_salt")
+
+
+def _per_prompt(name: str, given: Any, count: int) -> Iterable[Any]:
+    """`given` once per prompt; a list must have exactly one entry each."""
+    if not isinstance(given, Sequence):
+        return itertools.repeat(given, count)
+    if len(given) != count:
+        raise InvalidRequest(f"{name} has {len(given)} entries for {count} prompts", name)
+    return given

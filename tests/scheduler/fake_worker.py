@@ -1,0 +1,226 @@
+"""A worker without a model: it follows the step contract, and its KV cache is a dict.
+
+Each slot of `memory` holds a fingerprint of every token up to that position, which is what real
+KV depends on. A step writes its slots, then reads all slots of each request: a stale, foreign or
+lost block shows at once. The next token is a function of the fingerprint, so that a request's
+output must be the same however it was scheduled: `expected_output` computes it alone.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nano.outputs import FinishReason
+from nano.scheduler.request import RequestUpdate
+from nano.scheduler.scheduler import Scheduler
+from nano.step import NewRequest, StepOutput, StepPlan, TokenLogprobs
+
+VOCAB_SIZE = 40
+EOS = 0
+NAN = -1  # a fingerprint no token has
+
+
+def extend(fingerprints: list[int], token_ids: Sequence[int]) -> None:
+    for token_id in token_ids[len(fingerprints) :]:
+        parent = fingerprints[-1] if fingerprints else 1
+        fingerprints.append(hash((parent, token_id)) & 0xFFFFFFFF)
+
+
+def next_token(fingerprint: int) -> int:
+    return (fingerprint >> 8) % VOCAB_SIZE
+
+
+def expected_output(prompt: Sequence[int], num_tokens: int, stops: Sequence[int] = ()) -> list[int]:
+    """The request computed alone: up to a stop or `num_tokens` tokens."""
+    token_ids, fingerprints = list(prompt), []
+    while len(token_ids) < len(prompt) + num_tokens:
+        extend(fingerprints, token_ids)
+        token_ids.append(next_token(fingerprints[-1]))
+        if token_ids[-1] in stops:
+            break
+    return token_ids[len(prompt) :]
+
+
+@dataclass
+class Row:
+    new: NewRequest
+    token_ids: list[int]
+    num_computed_tokens: int
+    block_ids: list[int]
+    fingerprints: list[int]
+
+
+class FakeWorker:
+    """Executes plans and asserts that each can be executed.
+
+    num_draft_tokens   most drafts proposed per request, right with probability `draft_accuracy`
+    error_rate         chance that a request of a step computes NaN
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        *,
+        num_draft_tokens: int = 0,
+        draft_accuracy: float = 0.6,
+        error_rate: float = 0.0,
+        seed: int = 0,
+    ):
+        self.block_size = block_size
+        self.num_draft_tokens = num_draft_tokens
+        self.draft_accuracy = draft_accuracy
+        self.error_rate = error_rate
+        self.random = random.Random(seed)
+        self.rows: dict[str, Row] = {}
+        self.memory: dict[int, int] = {}
+        self.num_computed = 0  # tokens, over all steps
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        self._apply(plan)
+        broken = {r for r in plan.num_scheduled_tokens if self.random.random() < self.error_rate}
+        for request_id in plan.num_scheduled_tokens:
+            self._write(plan, request_id, request_id in broken)
+        output = StepOutput([], [], [], [])
+        fresh = {new.request_id for new in plan.new_requests}
+        for request_id in plan.num_scheduled_tokens:
+            token_ids, drafts = [], []
+            if self._reads_nan(plan, request_id):
+                assert request_id in broken | fresh, f"{request_id} was given broken KV"
+                output.errors[request_id] = "NaN in logits"
+            else:
+                token_ids = self._sample(plan, request_id, output)
+                drafts = self._propose(request_id) if token_ids else []
+            output.request_ids.append(request_id)
+            output.token_ids.append(token_ids)
+            output.draft_token_ids.append(drafts)
+            output.draft_sources.append(["junk"] * len(drafts))
+        return output
+
+    def _apply(self, plan: StepPlan) -> None:
+        for request_id in plan.finished_request_ids:
+            del self.rows[request_id]  # KeyError: never seen, or forgotten twice
+        for new in plan.new_requests:
+            assert new.request_id not in self.rows, f"{new.request_id} has a row"
+            self.rows[new.request_id] = Row(
+                new, list(new.token_ids), new.num_computed_tokens, list(new.block_ids), []
+            )
+        for request_id, block_ids in plan.new_block_ids.items():
+            assert block_ids
+            self.rows[request_id].block_ids += block_ids
+        assert plan.num_scheduled_tokens.keys() == plan.num_computed_tokens.keys()
+        for request_id, num_computed in plan.num_computed_tokens.items():
+            assert self.rows[request_id].num_computed_tokens == num_computed
+
+    def _slot(self, row: Row, position: int) -> int:
+        block_id = row.block_ids[position // self.block_size]
+        return block_id * self.block_size + position % self.block_size
+
+    def _write(self, plan: StepPlan, request_id: str, is_broken: bool) -> None:
+        row, drafts = self.rows[request_id], plan.draft_token_ids.get(request_id, [])
+        num_scheduled = plan.num_scheduled_tokens[request_id]
+        assert num_scheduled > 0
+        start, stop = row.num_computed_tokens, row.num_computed_tokens + num_scheduled
+        if drafts:
+            assert stop == len(row.token_ids) + len(drafts), "drafts follow every known token"
+        assert stop <= len(row.token_ids) + len(drafts)
+        self.num_computed += num_scheduled
+        extend(row.fingerprints, row.token_ids)
+        fingerprints = row.fingerprints.copy()
+        extend(fingerprints, row.token_ids + drafts)
+        for position in range(start, stop):
+            self.memory[self._slot(row, position)] = NAN if is_broken else fingerprints[position]
+
+    def _reads_nan(self, plan: StepPlan, request_id: str) -> bool:
+        """Check every slot that the request attends to; True if one holds NaN."""
+        row, size = self.rows[request_id], self.block_size
+        stop = row.num_computed_tokens + plan.num_scheduled_tokens[request_id]
+        stop = min(stop, len(row.token_ids))
+        memory, block_ids = self.memory, row.block_ids
+        found = [memory[block_ids[p // size] * size + p % size] for p in range(stop)]
+        if NAN in found:
+            return True
+        assert found == row.fingerprints[:stop], f"{request_id} reads foreign or stale KV"
+        return False
+
+    def _sample(self, plan: StepPlan, request_id: str, output: StepOutput) -> list[int]:
+        row, drafts = self.rows[request_id], plan.draft_token_ids.get(request_id, [])
+        start = row.num_computed_tokens
+        stop = start + plan.num_scheduled_tokens[request_id]
+        params = row.new.sampling_params
+        if params.prompt_logprobs is not None:
+            known = row.token_ids[start + 1 : min(stop + 1, row.new.num_prompt_tokens)]
+            if known:
+                output.prompt_logprobs[request_id] = make_logprobs(known, start + 1)
+        if stop < len(row.token_ids):
+            row.num_computed_tokens = stop
+            return []
+        token_ids: list[int] = []
+        for draft in [*drafts, None]:
+            token_ids.append(next_token(row.fingerprints[-1]))
+            row.token_ids.append(token_ids[-1])
+            extend(row.fingerprints, row.token_ids)
+            if token_ids[-1] != draft:
+                break
+        row.num_computed_tokens = len(row.token_ids) - 1
+        if params.logprobs is not None:
+            position = len(row.token_ids) - len(token_ids)
+            output.logprobs[request_id] = make_logprobs(token_ids, position)
+        return token_ids
+
+    def _propose(self, request_id: str) -> list[int]:
+        drafts: list[int] = []
+        fingerprints = self.rows[request_id].fingerprints.copy()
+        for _ in range(self.random.randint(0, self.num_draft_tokens)):
+            is_right = self.random.random() < self.draft_accuracy
+            token_id = next_token(fingerprints[-1])
+            drafts.append(token_id if is_right else self.random.randrange(VOCAB_SIZE))
+            extend(fingerprints, [0] * len(fingerprints) + drafts[-1:])
+        return drafts
+
+
+def make_logprobs(token_ids: Sequence[int], position: int) -> TokenLogprobs:
+    """Logprobs that say which token and position they are of."""
+    return TokenLogprobs(
+        [[token_id] for token_id in token_ids],
+        [[-float(position + index)] for index in range(len(token_ids))],
+        [1] * len(token_ids),
+    )
+
+
+class Driver:
+    """Runs a scheduler against a FakeWorker and collects what each request was told."""
+
+    def __init__(self, scheduler: Scheduler, worker: FakeWorker | None = None):
+        self.scheduler = scheduler
+        self.worker = worker or FakeWorker(scheduler.kv_cache.block_size)
+        self.plans: list[StepPlan] = []
+        self.token_ids: dict[str, list[int]] = {}
+        self.updates: dict[str, list[RequestUpdate]] = {}
+
+    def step(self) -> list[RequestUpdate]:
+        plan = self.scheduler.schedule(now=float(len(self.plans)))
+        self.scheduler.check_invariants()
+        self.plans.append(plan)
+        assert plan.num_tokens <= self.scheduler.token_budget, "the token budget is exceeded"
+        updates = self.scheduler.update_from_output(plan, self.worker.execute(plan))
+        self.scheduler.check_invariants()
+        self.collect(updates)
+        return updates
+
+    def collect(self, updates: list[RequestUpdate]) -> None:
+        for update in updates:
+            earlier = self.updates.setdefault(update.request_id, [])
+            assert not (earlier and earlier[-1].finish_reason), f"{update.request_id} ended before"
+            earlier.append(update)
+            self.token_ids.setdefault(update.request_id, []).extend(update.new_token_ids)
+
+    def run(self, max_steps: int = 2000) -> None:
+        """Step until there is no work."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_work:
+                return
+            self.step()
+        raise AssertionError(f"still at work after {max_steps} steps")
+
+    def finish_reason(self, request_id: str) -> FinishReason | None:
+        return self.updates[request_id][-1].finish_reason
