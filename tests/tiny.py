@@ -99,8 +99,7 @@ def random_model(config: Any, seed: int = 0) -> PreTrainedModel:
 
 def write_tokenizer(folder: Path) -> None:
     """Byte-level tokenizer.json and tokenizer_config.json with a small chat template."""
-    byte_to_char = _byte_to_char()
-    vocab = {byte_to_char[byte]: byte for byte in range(256)}
+    vocab = {char: byte for byte, char in enumerate(byte_to_char())}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -118,7 +117,7 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
 
 
-def _byte_to_char() -> list[str]:
+def byte_to_char() -> list[str]:
     """GPT-2's printable stand-in for each byte: itself if printable, else from U+0100 upwards."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     chars = {byte: chr(byte) for byte in printable}

@@ -13,7 +13,8 @@ from nano.engine.tokenizer import Tokenizer
 from tests import tiny
 
 # Joined from left to right, so that each is reachable from those before it.
-PIECES = "▁t he ▁the in ▁in ▁a an ▁an nd ▁and ing th ▁▁ ▁▁▁▁ is ▁is ▁P ar ▁Par ▁Paris ab ba aba".split()
+PIECES = ["▁t", "he", "▁the", "in", "▁in", "▁a", "an", "▁an", "nd", "▁and", "ing", "th", "▁▁"]
+PIECES += ["▁▁▁▁", "is", "▁is", "▁P", "ar", "▁Par", "▁Paris", "ab", "ba", "aba"]
 LETTERS = "▁abcdefghijklmnopqrstuvwxyzP.,"
 
 

@@ -61,10 +61,9 @@ def convert_gguf(file: Path, folder: Path) -> None:
     except CheckpointError as error:
         raise CheckpointError(f"{file}: {error}") from error
     logger.info(
-        "converted %s (%.2f GB) to %s (%.2f GB of float32) in %.1f s",
+        "converted %s: %.2f GB to %.2f GB of float32 in %.1f s",
         file,
         file.stat().st_size / 1e9,
-        folder,
         sum(4 * tensor.n_elements for tensor in source.tensors.values()) / 1e9,
         time.perf_counter() - start,
     )
@@ -92,10 +91,9 @@ class _GgufFile:
             metadata = {key: field.contents() for key, field in reader.fields.items()}
         except (OSError, ValueError, IndexError, KeyError) as error:
             raise CheckpointError(f"not a complete GGUF file: {error}") from error
-        if metadata.get("split.count", 1) > 1:
-            raise CheckpointError(
-                f"split.count is {metadata['split.count']}; merge the parts first"
-            )
+        num_parts = metadata.get("split.count", 1)
+        if num_parts > 1:
+            raise CheckpointError(f"split.count is {num_parts}; merge the parts into one file")
         tensors, freq_factors = {}, None
         for tensor in reader.tensors:
             if tensor.name == _FREQ_FACTORS_TENSOR:

@@ -247,6 +247,7 @@ class SubprocessClient(EngineClient):
             if watchdog is not None:
                 fault = watchdog.look(time.monotonic())
                 if fault is not None:
+                    process.kill()  # it would not hear the order to leave
                     return fault
         return None
 

@@ -9,11 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from nano.errors import InvalidRequest
-from nano.sampling_params import SamplingParams
 
 Empty = Annotated[list[Any], Field(max_length=0)]
 
-# Fields that go to SamplingParams as they are.
+# Fields that are SamplingParams' own. Their ranges are checked there.
 SAMPLING_FIELDS = (
     "n",
     "temperature",
@@ -39,19 +38,19 @@ SAMPLING_FIELDS = (
 
 
 class Body(BaseModel):
-    """Strict: no unknown field, no number from a string. null means not given, as in OpenAI."""
+    """Strict: no unknown field, no number made from a string. null means not given, as in OpenAI."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
 
 class StreamOptions(Body):
-    include_usage: bool = False
+    include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None  # neutral
     continuous_usage_stats: Literal[False] | None = None  # neutral
 
 
 class GenerationBody(Body):
-    """What chat and completions share. Ranges are checked by `SamplingParams`."""
+    """What chat and completions share."""
 
     model: str | None = None
     n: int | None = None
@@ -79,8 +78,8 @@ class GenerationBody(Body):
     stream_options: StreamOptions | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
-    cache_salt: Annotated[str, Field(min_length=1)] | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
 
     # Neutral.
     user: str | None = None
@@ -92,24 +91,30 @@ class GenerationBody(Body):
 
     @property
     def includes_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def to_sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
-        """Raises `InvalidRequest`. `defaults` are the model's own sampling defaults."""
+    def sampling_values(self) -> dict[str, Any]:
+        """The arguments of SamplingParams that were given. Raises `InvalidRequest`."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream=true", "stream_options")
-        values = dict(defaults)
-        for name in SAMPLING_FIELDS:
-            value = getattr(self, name)
-            if value is not None:
-                values[name] = value
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs are not streamed", "prompt_logprobs")
+        given = {name: getattr(self, name) for name in SAMPLING_FIELDS}
+        values = {name: value for name, value in given.items() if value is not None}
         if self.logit_bias:
             values["logit_bias"] = {_token_id(key): x for key, x in self.logit_bias.items()}
-        return SamplingParams(**values, **self._own_params())
+        return values
 
-    def _own_params(self) -> dict[str, Any]:
-        """The SamplingParams that this route spells its own way."""
-        raise NotImplementedError
+    def spelling(self) -> dict[str, str]:
+        """Names of SamplingParams -> the fields of this body that they came from."""
+        return {}
+
+    def respelled(self, error: InvalidRequest) -> InvalidRequest:
+        """`error` in the caller's words."""
+        spelled = self.spelling().get(error.param or "")
+        if spelled is None or error.param is None:
+            return error
+        return InvalidRequest(str(error).replace(error.param, spelled, 1), spelled)
 
 
 class TextPart(Body):
@@ -118,13 +123,15 @@ class TextPart(Body):
 
 
 class ChatMessage(Body):
-    """One message. What a client copies back from an earlier answer may be there if it is empty."""
+    """One message. What a client copies back from an earlier answer may be there if empty."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: Empty | None = None  # neutral, as all below
+
+    # Neutral.
+    tool_calls: Empty | None = None
     refusal: None = None
     audio: None = None
     function_call: None = None
@@ -168,20 +175,37 @@ class ChatBody(GenerationBody):
     prediction: None = None
     reasoning_effort: Literal["none"] | None = None
 
-    def _own_params(self) -> dict[str, Any]:
-        values: dict[str, Any] = {}
+    def sampling_values(self) -> dict[str, Any]:
+        values = super().sampling_values()
         if self.max_completion_tokens is not None:
             if self.max_tokens not in (None, self.max_completion_tokens):
                 raise InvalidRequest(
-                    f"max_completion_tokens {self.max_completion_tokens} and max_tokens "
-                    f"{self.max_tokens} differ; give one of them",
+                    f"max_completion_tokens ({self.max_completion_tokens}) and max_tokens "
+                    f"({self.max_tokens}) differ; give one of them",
                     "max_completion_tokens",
                 )
-        if self.top_logprobs is not None and self.top_logprobs != 0 and not self.logprobs:
-            raise InvalidRequest("top_logprobs needs logprobs=true", "top_logprobs")
+            values["max_tokens"] = self.max_completion_tokens
         if self.logprobs:
             values["logprobs"] = self.top_logprobs or 0
+        elif self.top_logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs=true", "top_logprobs")
         return values
+
+    def template_variables(self) -> dict[str, Any]:
+        """chat_template_kwargs, less what the template gets from the messages themselves."""
+        variables = self.chat_template_kwargs or {}
+        for name in ("messages", "add_generation_prompt", "template", "self"):
+            if name in variables:
+                raise InvalidRequest(
+                    f"chat_template_kwargs must not hold {name!r}", "chat_template_kwargs"
+                )
+        return variables
+
+    def spelling(self) -> dict[str, str]:
+        names = {"logprobs": "top_logprobs"}
+        if self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        return names
 
 
 class CompletionBody(GenerationBody):
@@ -195,8 +219,44 @@ class CompletionBody(GenerationBody):
     best_of: int | None = None
     suffix: None = None
 
+    @property
+    def scores_only(self) -> bool:
+        """Whether the prompt is all that is wanted: echo with max_tokens=0."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts, each a text or token ids. Raises `InvalidRequest` if there is none."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if not prompt:
+            raise InvalidRequest("prompt must not be empty, got []", "prompt")
+        if isinstance(prompt[0], int):
+            return [prompt]  # type: ignore[list-item]
+        return prompt  # type: ignore[return-value]
+
+    def sampling_values(self) -> dict[str, Any]:
+        values = super().sampling_values()
+        n = 1 if self.n is None else self.n
+        if self.best_of not in (None, 1, n):
+            raise InvalidRequest(f"best_of must be 1 or n ({n}), got {self.best_of}", "best_of")
+        if self.scores_only:
+            values["max_tokens"] = 1  # computed, and left out of the answer
+        if self.logprobs is None:
+            return values
+        values["logprobs"] = self.logprobs
+        if self.echo:
+            if self.stream and n > 1:
+                # The prompt's log probabilities come with the first completion only.
+                raise InvalidRequest("echo with logprobs and n > 1 is not streamed", "echo")
+            values.setdefault("prompt_logprobs", self.logprobs)
+        return values
+
+    def spelling(self) -> dict[str, str]:
+        return {} if self.prompt_logprobs is not None else {"prompt_logprobs": "logprobs"}
+
 
 def _token_id(key: str) -> int:
-    if not key.isascii() or not key.isdigit():
+    if not (key.isascii() and key.isdigit() and len(key) <= 10):
         raise InvalidRequest(f"logit_bias must have token ids as keys, got {key!r}", "logit_bias")
     return int(key)

@@ -1,0 +1,242 @@
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nano.checkpoint.hf_config import DecoderConfig, load_decoder_config
+from nano.config import EngineConfig
+from nano.engine.input_processor import InputProcessor, PreparedRequest
+from nano.errors import ConfigError, InvalidRequest
+from nano.sampling_params import SamplingParams
+from tests import tiny
+from tests.vocabularies import (
+    byte_tokenizer,
+    sentencepiece_metadata,
+    sentencepiece_tokenizer,
+    smollm2_tokenizer,
+)
+
+MAX_MODEL_LEN = 32
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> DecoderConfig:
+    folder: Path = tmp_path_factory.mktemp("tiny")
+    tiny.make_checkpoint(folder)
+    return load_decoder_config(folder)
+
+
+@pytest.fixture
+def processor(decoder: DecoderConfig) -> InputProcessor:
+    return make_processor(decoder)
+
+
+def make_processor(
+    decoder: DecoderConfig, draws_random_seeds: bool = False, **args: Any
+) -> InputProcessor:
+    config = EngineConfig.from_args({"max_model_len": MAX_MODEL_LEN, **args})
+    return InputProcessor(config, decoder, byte_tokenizer(), draws_random_seeds)
+
+
+def prepare(
+    processor: InputProcessor, prompt: Any = "abc", request_id: str = "r", **params: Any
+) -> PreparedRequest:
+    sampling_params = SamplingParams(**params)
+    return processor.process(request_id, prompt, sampling_params, arrival_time=1.0)
+
+
+def test_text_and_its_token_ids_make_the_same_engine_request(processor: InputProcessor) -> None:
+    by_text = prepare(processor, "abc", seed=1)
+    by_ids = prepare(processor, [97, 98, 99], seed=1)
+    assert by_text.children == by_ids.children
+    assert by_text.children[0].prompt_token_ids == [97, 98, 99]
+    assert (by_text.prompt, by_ids.prompt) == ("abc", None)
+
+
+def test_what_the_core_gets_is_resolved(processor: InputProcessor) -> None:
+    prepared = processor.process(
+        "r",
+        "abc",
+        SamplingParams(max_tokens=None),
+        arrival_time=2.5,
+        priority=-3,
+        cache_salt="tenant",
+    )
+    (child,) = prepared.children
+    assert child.request_id == "r"
+    assert child.sampling_params.max_tokens == MAX_MODEL_LEN - 3
+    assert child.sampling_params.seed is not None
+    assert (child.arrival_time, child.priority, child.cache_salt) == (2.5, -3, "tenant")
+
+
+def test_end_of_sequence_ids_of_model_and_tokenizer_are_joined(decoder: DecoderConfig) -> None:
+    other = dataclasses.replace(decoder, eos_token_ids=(tiny.IM_END_TOKEN_ID, 99_999))
+    assert make_processor(other).eos_token_ids == (tiny.IM_END_TOKEN_ID, tiny.EOS_TOKEN_ID)
+    assert make_processor(decoder).eos_token_ids == (tiny.EOS_TOKEN_ID,)
+
+
+def test_n_completions_become_children_with_their_own_seeds(processor: InputProcessor) -> None:
+    children = prepare(processor, n=3, seed=7, prompt_logprobs=1).children  # B063
+    assert [child.request_id for child in children] == ["0_r", "1_r", "2_r"]
+    assert [child.sampling_params.seed for child in children] == [7, 8, 9]
+    assert {child.sampling_params.n for child in children} == {1}
+    # The prompt is the same for all: its log probabilities are computed once.
+    assert [child.sampling_params.prompt_logprobs for child in children] == [1, None, None]
+
+
+def test_the_first_of_n_is_the_request_alone(processor: InputProcessor) -> None:  # B063
+    alone = prepare(processor, seed=7).children[0]
+    first = prepare(processor, seed=7, n=2).children[0]
+    assert dataclasses.replace(first, request_id="r") == alone
+
+
+def test_child_seeds_wrap_around(processor: InputProcessor) -> None:
+    children = prepare(processor, n=2, seed=2**63 - 1).children
+    assert [child.sampling_params.seed for child in children] == [2**63 - 1, 0]
+
+
+def test_missing_seeds_repeat_with_the_engine_seed_and_differ_between_requests(
+    decoder: DecoderConfig,
+) -> None:
+    def seeds(engine_seed: int) -> list[int | None]:
+        processor = make_processor(decoder, seed=engine_seed)
+        return [prepare(processor).sampling_params.seed for _ in range(3)]
+
+    assert seeds(1) == seeds(1)
+    assert len({*seeds(1), *seeds(2)}) == 6
+
+
+def test_a_server_draws_missing_seeds_at_random(decoder: DecoderConfig) -> None:
+    first, second = (
+        prepare(make_processor(decoder, draws_random_seeds=True)).sampling_params.seed
+        for _ in range(2)
+    )
+    assert first != second
+
+
+def test_a_model_may_bring_its_sampling_defaults(decoder: DecoderConfig) -> None:
+    own = dataclasses.replace(decoder, default_sampling={"temperature": 0.2, "top_k": 5})
+    processor = make_processor(own)
+    assert processor.default_sampling_params(top_k=9) == SamplingParams(temperature=0.2, top_k=9)
+    prepared = processor.process("r", "a", arrival_time=0.0)
+    assert prepared.sampling_params.temperature == 0.2
+    neutral = make_processor(own, generation_config="vllm")
+    assert neutral.default_sampling_params() == SamplingParams()
+
+
+def test_impossible_defaults_of_a_model_are_refused_at_the_start(decoder: DecoderConfig) -> None:
+    own = dataclasses.replace(decoder, default_sampling={"temperature": -1.0})
+    with pytest.raises(ConfigError, match=r"generation_config.json: temperature must be in"):
+        make_processor(own)
+
+
+def test_the_longest_prompt_leaves_one_token_to_generate(processor: InputProcessor) -> None:
+    prepared = prepare(processor, "x" * (MAX_MODEL_LEN - 1), max_tokens=None)
+    assert prepared.sampling_params.max_tokens == 1
+    with pytest.raises(InvalidRequest, match="prompt is 32 tokens long; at most 31 fit"):
+        prepare(processor, "x" * MAX_MODEL_LEN)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "at least one token"),
+        ([], "at least one token"),
+        ([1, -1], r"token id -1, outside \[0, 260\)"),
+        ([260], r"token id 260, outside \[0, 260\)"),
+        ([1, "a"], "token ids, got 'a'"),
+        ([True], "token ids, got True"),
+        ([1.0], "token ids, got 1.0"),
+        (b"abc", "got bytes"),
+        (7, "got int"),
+        (None, "got NoneType"),
+        ("a\udfff", "lone surrogate"),
+    ],
+)
+def test_a_prompt_that_is_none_is_refused(
+    processor: InputProcessor, prompt: Any, message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        prepare(processor, prompt)
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize(  # B061: what needs the model to be refused
+    ("params", "message"),
+    [
+        ({"logit_bias": {260: 1.0}}, r"260, outside \[0, 260\)"),
+        ({"allowed_token_ids": [1, 999]}, r"999, outside \[0, 260\)"),
+        ({"stop_token_ids": [300]}, r"300, outside \[0, 260\)"),
+        ({"logprobs": 21}, r"max_logprobs \(20\), got 21"),
+        ({"logprobs": -1}, r"max_logprobs \(20\)"),
+        ({"prompt_logprobs": 10**6}, r"max_logprobs \(20\), got 1000000"),
+        ({"min_tokens": 30, "max_tokens": 40}, "min_tokens is 30; .* room for 29"),
+        ({"min_tokens": 30, "max_tokens": None}, "min_tokens is 30; .* room for 29"),
+    ],
+)
+def test_parameters_beyond_the_model_are_refused_by_name(
+    processor: InputProcessor, params: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        prepare(processor, **params)
+    assert caught.value.param in params
+    assert prepare(processor).children  # the next request works
+
+
+def test_all_logprobs_need_an_engine_that_allows_them(decoder: DecoderConfig) -> None:
+    unlimited = make_processor(decoder, max_logprobs=-1)
+    assert prepare(unlimited, logprobs=-1).sampling_params.logprobs == -1
+    assert prepare(unlimited, logprobs=260).sampling_params.logprobs == 260
+    with pytest.raises(InvalidRequest, match=r"vocabulary's size \(260\), got 261"):
+        prepare(unlimited, logprobs=261)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("cache_salt", ""), ("cache_salt", 5), ("priority", 1.5), ("priority", True)]
+    + [("priority", 2**31), ("request_id", ""), ("request_id", None)],
+)
+def test_bad_envelope_fields_are_refused_by_name(
+    processor: InputProcessor, field: str, value: Any
+) -> None:
+    arguments = {"request_id": "r", field: value}
+    with pytest.raises(InvalidRequest, match=field) as caught:
+        processor.process(prompt="a", arrival_time=0.0, **arguments)
+    assert caught.value.param == field
+
+
+def test_bad_words_are_refused_with_and_without_a_leading_space(
+    processor: InputProcessor,
+) -> None:  # B067
+    both = (tuple(b"the"), tuple(b" the"))
+    assert prepare(processor, bad_words=["the"]).children[0].bad_words_token_ids == both
+    spaced = prepare(processor, bad_words=[" the", "the"]).children[0].bad_words_token_ids
+    assert sorted(spaced) == sorted(both)
+    assert prepare(processor, bad_words=[" "]).children[0].bad_words_token_ids == ((32,),)
+
+
+def test_bad_words_of_a_sentencepiece_model_have_both_forms(decoder: DecoderConfig) -> None:
+    tokens = sentencepiece_metadata()["tokenizer.ggml.tokens"]
+    config = EngineConfig.from_args({"max_model_len": MAX_MODEL_LEN})
+    bigger = dataclasses.replace(decoder, vocab_size=len(tokens))
+    processor = InputProcessor(config, bigger, sentencepiece_tokenizer())
+    (child,) = prepare(processor, bad_words=["the"]).children
+    forms = [[tokens[i] for i in token_ids] for token_ids in child.bad_words_token_ids]
+    assert forms == [["t", "he"], ["▁the"]]
+
+
+def test_bad_words_of_smollm2_are_single_tokens(decoder: DecoderConfig) -> None:  # B067
+    tokenizer = smollm2_tokenizer()
+    config = EngineConfig.from_args({"max_model_len": MAX_MODEL_LEN})
+    bigger = dataclasses.replace(decoder, vocab_size=tokenizer.vocab_size)
+    (child,) = prepare(InputProcessor(config, bigger, tokenizer), bad_words=["the"]).children
+    texts = [[tokenizer.token_text(i) for i in ids] for ids in child.bad_words_token_ids]
+    assert texts == [["the"], [" the"]]
+
+
+def test_a_chat_text_gets_no_second_bos(processor: InputProcessor) -> None:
+    prepared = processor.process(
+        "r", "<s>hi", SamplingParams(), arrival_time=0.0, add_special_tokens=False
+    )
+    assert prepared.prompt_token_ids == [tiny.BOS_TOKEN_ID, *b"hi"]
