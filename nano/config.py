@@ -131,14 +131,12 @@ class EngineConfig:
     @classmethod
     def from_sections(cls, sections: dict[str, Any]) -> "EngineConfig":
         """From `{section: {field: value}}`; unknown sections, fields and types are refused."""
-        known = {part.name: part for part in dataclasses.fields(cls)}
+        known = get_type_hints(cls)  # section -> its class
         parts: dict[str, Any] = {}
         for section, values in sections.items():
             if section not in known:
                 raise ConfigError(f"unknown section [{section}]; known: {', '.join(known)}")
-            part = known[section].default_factory  # the section's class
-            assert isinstance(part, type)
-            hints = get_type_hints(part)
+            hints = get_type_hints(known[section])
             for name, value in values.items():
                 if name not in hints:
                     raise ConfigError(
@@ -148,7 +146,7 @@ class EngineConfig:
                     raise ConfigError(
                         f"[{section}] {name} must be {_spell(hints[name])}, got {value!r}"
                     )
-            parts[section] = part(**values)
+            parts[section] = known[section](**values)
         return cls(**parts)
 
     def to_sections(self) -> dict[str, Any]:
@@ -287,9 +285,7 @@ def config_from_arguments(namespace: argparse.Namespace) -> EngineConfig:
 
 
 def _field_type(arg: EngineArg) -> Any:
-    section = next(part for part in dataclasses.fields(EngineConfig) if part.name == arg.section)
-    assert isinstance(section.default_factory, type)
-    return get_type_hints(section.default_factory)[arg.field]
+    return get_type_hints(get_type_hints(EngineConfig)[arg.section])[arg.field]
 
 
 def _alternatives(hint: Any) -> list[Any]:

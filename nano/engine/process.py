@@ -43,7 +43,7 @@ from nano.log import get_logger, setup_logging
 logger = get_logger(__name__)
 
 HEARTBEAT_SECONDS = 1.0
-IDLE_POLL_MS = 500  # an idle core notices a signal within this
+IDLE_POLL_MS = 200  # an idle core notices a signal within this
 PARENT_GRACE_SECONDS = 5.0  # for a step in progress when the parent is gone
 FAILURE_GRACE_MS = 3000  # for a front end to connect and hear why loading failed
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
@@ -138,7 +138,7 @@ class CoreServer:
             case ControlRequest(call_id, "shutdown"):
                 self._send(identity, ControlReply(call_id, {}))
                 self.is_stopping = True
-            case ControlRequest(call_id, method):
+            case ControlRequest(call_id, "reset_prefix_cache" | "stats" as method):
                 self._send(identity, ControlReply(call_id, self.core.control(method)))
             case _:
                 logger.warning("dropped a %s from a front end", type(message).__name__)

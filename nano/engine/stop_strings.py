@@ -1,5 +1,6 @@
 """StopChecker: finds stop strings in text that arrives in pieces. Torch-free."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,14 +29,16 @@ class StopChecker:
         self._stop = tuple(sorted(set(stop), key=len))
         self._include_stop_string = include_stop_string
         self._held = ""
+        first_chars = {re.escape(text[0]) for text in self._stop}
+        self._find_start = re.compile("|".join(first_chars)).search
 
     def feed(self, text: str, may_stop: bool = True) -> str | StopMatch:
         """Take one token's text; returns what may be sent now, or the match it completed.
 
         A match that completes while `may_stop` is false is text like any other.
         """
-        if not text:
-            return ""
+        if not self._held and not self._find_start(text):
+            return text  # nearly every token
         num_seen = len(self._held)
         pending = self._held + text
         if may_stop:

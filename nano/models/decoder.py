@@ -29,8 +29,8 @@ class DecoderLayer(nn.Module):
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin)
-        hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return hidden
+        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return out
 
 
 class Decoder(nn.Module):
@@ -58,8 +58,8 @@ class Decoder(nn.Module):
         cos, sin = self.rotary_emb(positions)
         for layer in self.layers:
             hidden = layer(hidden, cos, sin)
-        hidden = self.norm(hidden)
-        return hidden
+        out: Tensor = self.norm(hidden)
+        return out
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden [L, hidden], any rows of `forward`'s result -> logits [L, vocab]."""

@@ -54,9 +54,9 @@ def load_model(
         _fill_from_files(model, folder, show_progress)
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     logger.info(
-        "weights: %.2f GB of %s %s in %.1f s",
-        num_bytes / 1e9,
+        "%s weights: %.2f GB of %s in %.1f s",
         "random" if load_format == "dummy" else "loaded",
+        num_bytes / 1e9,
         str(dtype).removeprefix("torch."),
         time.perf_counter() - start,
     )

@@ -105,6 +105,11 @@ class AsyncEngine:
         client = SubprocessClient(config, log_level=log_level)
         return cls(client, input_processor, max_tokens)
 
+    @property
+    def fingerprint(self) -> str:
+        """Names how the core computes: equal fingerprint and seed, equal tokens."""
+        return self.client.ready.numerics_id
+
     def start(self) -> None:
         """Begin to listen to the core, on behalf of the running event loop."""
         self._loop = asyncio.get_running_loop()

@@ -1,14 +1,13 @@
 """Response bodies of the OpenAI routes, whole and streamed, made from RequestOutputs."""
 
-import math
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from nano.engine.tokenizer import Tokenizer
+from nano.errors import RequestFailed
 from nano.outputs import CompletionOutput, FinishReason, Logprob, PositionLogprobs, RequestOutput
-from nano.serve.schemas import ChatBody, CompletionBody
+from nano.serve.schemas import ChatBody, CompletionBody, GenerationBody
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity; vLLM's stand-in
 
@@ -16,7 +15,7 @@ Json = dict[str, Any]
 
 
 class Usage:
-    """Counts the tokens of one call from its outputs, whole or in pieces."""
+    """Counts the tokens of one call, from its outputs, whole or in pieces."""
 
     def __init__(self) -> None:
         self.prompt_tokens = 0
@@ -29,7 +28,7 @@ class Usage:
             self.prompt_tokens += len(output.prompt_token_ids)
             self.cached_tokens += output.num_cached_tokens or 0
 
-    def body(self) -> Json:
+    def to_json(self) -> Json:
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -38,5 +37,272 @@ class Usage:
         }
 
 
-class Reply[AnyBody: (ChatBody, CompletionBody)](ABC):
-    pass
+class Reply(ABC):
+    """The answer to one call, in the shape of its route.
+
+    Give it each output of the call in turn: `whole` takes all of a plain call, `chunks` each one
+    of a stream, `usage_chunk` ends a stream that asked for it. Raises `RequestFailed` for an
+    output that carries an error.
+    """
+
+    object_name: ClassVar[str]
+    chunk_name: ClassVar[str]
+
+    def __init__(self, body: GenerationBody, tokenizer: Tokenizer, head: Json):
+        """`head` is what every body of the answer has: id, created, model, system_fingerprint."""
+        self.usage = Usage()
+        self._tokenizer = tokenizer
+        self._n = 1 if body.n is None else body.n
+        self._shows_token_ids = bool(body.return_token_ids)
+        self._shows_prompt_logprobs = body.prompt_logprobs is not None
+        self._includes_usage = body.includes_usage
+        self._opened: set[int] = set()  # choices that have had their first chunk
+        self._head = head
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> Json:
+        """The body of a call that is not streamed; `outputs` are finished, in prompt order."""
+        choices = []
+        for prompt_index, output in enumerate(outputs):
+            self._take(output)
+            for completion in output.outputs:
+                choice = self._choice(output, completion)
+                choice["index"] = prompt_index * self._n + completion.index
+                choice["finish_reason"] = completion.finish_reason
+                choice["stop_reason"] = completion.stop_reason
+                if self._shows_token_ids:
+                    choice["token_ids"] = completion.token_ids
+                choices.append(choice)
+        reply = {**self._head, "object": self.object_name, "choices": choices}
+        self._add_prompt(reply, outputs)
+        return {**reply, "usage": self.usage.to_json()}
+
+    def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[Json]:
+        """The chunks of a stream that `output`, which holds only news, gives rise to."""
+        self._take(output)
+        for completion in output.outputs:
+            index = prompt_index * self._n + completion.index
+            if index not in self._opened:
+                self._opened.add(index)
+                opening = self._opening(index, output)
+                if self._shows_token_ids:
+                    opening = {**(opening or self._delta("")), "token_ids": []}
+                    opening["prompt_token_ids"] = output.prompt_token_ids
+                if opening is not None:
+                    yield self._chunk(index, opening)
+            shows_more = self._shows_token_ids or completion.logprobs
+            if completion.text or (completion.token_ids and shows_more):
+                delta = self._delta(completion.text)
+                delta["logprobs"] = self._logprobs(index, completion)
+                if self._shows_token_ids:
+                    delta["token_ids"] = completion.token_ids
+                yield self._chunk(index, delta)
+            if completion.finish_reason is not None:
+                end = {**self._end(), "stop_reason": completion.stop_reason}
+                yield self._chunk(index, {**end, "finish_reason": completion.finish_reason})
+
+    def usage_chunk(self) -> Json:
+        """The last chunk of a stream that asked for usage."""
+        head = {**self._head, "object": self.chunk_name}
+        return {**head, "choices": [], "usage": self.usage.to_json()}
+
+    def _take(self, output: RequestOutput) -> None:
+        for completion in output.outputs:
+            if completion.finish_reason is FinishReason.ERROR:
+                raise RequestFailed(completion.error or "the request failed")
+        self.usage.count(output)
+
+    def _chunk(self, index: int, fields: Json) -> Json:
+        choice = {"index": index, "logprobs": None, "finish_reason": None, **fields}
+        chunk = {**self._head, "object": self.chunk_name, "choices": [choice]}
+        return {**chunk, "usage": None} if self._includes_usage else chunk
+
+    @abstractmethod
+    def _choice(self, output: RequestOutput, completion: CompletionOutput) -> Json:
+        """What is particular to the route in a whole completion."""
+
+    @abstractmethod
+    def _add_prompt(self, reply: Json, outputs: Sequence[RequestOutput]) -> None:
+        """Add what was asked about the prompts, where the route has it."""
+
+    @abstractmethod
+    def _opening(self, index: int, output: RequestOutput) -> Json | None:
+        """What a choice's stream begins with."""
+
+    @abstractmethod
+    def _delta(self, text: str) -> Json:
+        """New text of a choice."""
+
+    @abstractmethod
+    def _end(self) -> Json:
+        """The delta that goes with a finish_reason."""
+
+    @abstractmethod
+    def _logprobs(self, index: int, completion: CompletionOutput) -> Json | None:
+        """Log probabilities of new tokens of choice `index`."""
+
+
+class ChatReply(Reply):
+    """POST /v1/chat/completions."""
+
+    object_name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
+
+    def __init__(self, body: ChatBody, tokenizer: Tokenizer, head: Json):
+        super().__init__(body, tokenizer, head)
+        self._num_top = body.top_logprobs or 0
+
+    def _choice(self, output: RequestOutput, completion: CompletionOutput) -> Json:
+        message = {"role": "assistant", "content": completion.text, "refusal": None}
+        return {"message": message, "logprobs": self._logprobs(completion.index, completion)}
+
+    def _add_prompt(self, reply: Json, outputs: Sequence[RequestOutput]) -> None:
+        if self._shows_token_ids:
+            reply["prompt_token_ids"] = outputs[0].prompt_token_ids
+        if self._shows_prompt_logprobs:
+            reply["prompt_logprobs"] = prompt_logprobs(outputs[0])
+
+    def _opening(self, index: int, output: RequestOutput) -> Json:
+        return {"delta": {"role": "assistant", "content": ""}}
+
+    def _delta(self, text: str) -> Json:
+        return {"delta": {"content": text}}
+
+    def _end(self) -> Json:
+        return {"delta": {}}
+
+    def _logprobs(self, index: int, completion: CompletionOutput) -> Json | None:
+        if completion.logprobs is None:
+            return None
+        return {"content": [self._position(p) for p in completion.logprobs], "refusal": None}
+
+    def _position(self, position: PositionLogprobs) -> Json:
+        token_id = next(iter(position))
+        top = sorted(position.items(), key=lambda item: item[1].rank or 0)
+        if self._num_top >= 0:
+            top = top[: self._num_top]
+        tops = [self._token(*item) for item in top]
+        return {**self._token(token_id, position[token_id]), "top_logprobs": tops}
+
+    def _token(self, token_id: int, logprob: Logprob) -> Json:
+        return {
+            "token": logprob.decoded_token,
+            "logprob": finite(logprob.logprob),
+            "bytes": list(self._tokenizer.token_bytes(token_id)),
+        }
+
+
+class CompletionReply(Reply):
+    """POST /v1/completions."""
+
+    object_name = "text_completion"
+    chunk_name = "text_completion"
+
+    def __init__(self, body: CompletionBody, tokenizer: Tokenizer, head: Json):
+        super().__init__(body, tokenizer, head)
+        self._echoes = bool(body.echo)
+        self._has_logprobs = body.logprobs is not None
+        self._scores_only = body.scores_only
+        self._offsets: dict[int, int] = {}  # choice -> characters of its tokens so far
+
+    def _take(self, output: RequestOutput) -> None:
+        if self._scores_only:
+            for completion in output.outputs:
+                completion.text, completion.token_ids, completion.stop_reason = "", [], None
+                completion.logprobs = [] if self._has_logprobs else None
+                if completion.finish_reason is FinishReason.STOP:
+                    completion.finish_reason = FinishReason.LENGTH
+        super()._take(output)
+
+    def _choice(self, output: RequestOutput, completion: CompletionOutput) -> Json:
+        positions: list[PositionLogprobs | None] = [*(completion.logprobs or ())]
+        if self._echoes and output.prompt_logprobs is not None:
+            positions = output.prompt_logprobs + positions
+        choice: Json = {
+            "text": (self._prompt_text(output) if self._echoes else "") + completion.text,
+            "logprobs": self._positions(None, positions, output) if self._has_logprobs else None,
+        }
+        if self._shows_token_ids:
+            choice["prompt_token_ids"] = output.prompt_token_ids
+        if self._shows_prompt_logprobs:
+            choice["prompt_logprobs"] = prompt_logprobs(output)
+        return choice
+
+    def _add_prompt(self, reply: Json, outputs: Sequence[RequestOutput]) -> None:
+        """Each choice has its own prompt here."""
+
+    def _opening(self, index: int, output: RequestOutput) -> Json | None:
+        if not self._echoes:
+            return None
+        opening = self._delta(self._prompt_text(output))
+        if self._has_logprobs and output.prompt_logprobs is not None:
+            opening["logprobs"] = self._positions(index, output.prompt_logprobs, output)
+        return opening
+
+    def _delta(self, text: str) -> Json:
+        return {"text": text}
+
+    def _end(self) -> Json:
+        return {"text": ""}
+
+    def _logprobs(self, index: int, completion: CompletionOutput) -> Json | None:
+        if completion.logprobs is None:
+            return None
+        return self._positions(index, completion.logprobs, None)
+
+    def _prompt_text(self, output: RequestOutput) -> str:
+        if output.prompt is not None:
+            return output.prompt
+        return self._tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
+
+    def _positions(
+        self,
+        index: int | None,
+        positions: Sequence[PositionLogprobs | None],
+        output: RequestOutput | None,
+    ) -> Json:
+        """Four parallel lists. A position that is None is the first token of `output`'s prompt."""
+        offset = 0 if index is None else self._offsets.get(index, 0)
+        fields: Json = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+        for position in positions:
+            if position is None:
+                assert output is not None
+                token = self._tokenizer.token_text(output.prompt_token_ids[0])
+                logprob, top = None, None
+            else:
+                chosen = next(iter(position.values()))
+                token, logprob = chosen.decoded_token or "", finite(chosen.logprob)
+                top = {}
+                for entry in sorted(position.values(), key=lambda entry: entry.logprob):
+                    top[entry.decoded_token or ""] = finite(entry.logprob)
+                # Tokens may look alike: the last one written, the most likely, stands for all.
+                top = dict(reversed(top.items()))
+            fields["text_offset"].append(offset)
+            fields["token_logprobs"].append(logprob)
+            fields["tokens"].append(token)
+            fields["top_logprobs"].append(top)
+            offset += len(token)
+        if index is not None:
+            self._offsets[index] = offset
+        return fields
+
+
+def prompt_logprobs(output: RequestOutput) -> list[Json | None]:
+    """vLLM's shape: per prompt token, token id -> its log probability."""
+    return [
+        None
+        if position is None
+        else {
+            str(token_id): {
+                "logprob": finite(entry.logprob),
+                "rank": entry.rank,
+                "decoded_token": entry.decoded_token,
+            }
+            for token_id, entry in position.items()
+        }
+        for position in output.prompt_logprobs or ()
+    ]
+
+
+def finite(logprob: float) -> float:
+    """`logprob` as JSON can hold it."""
+    return max(logprob, LOWEST_LOGPROB)

@@ -38,7 +38,7 @@ SAMPLING_FIELDS = (
 
 
 class Body(BaseModel):
-    """Strict: no unknown field, no number made from a string. null means not given, as in OpenAI."""
+    """Strict: no unknown field, no number made from a string. null means not given (OpenAI)."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
@@ -114,7 +114,10 @@ class GenerationBody(Body):
         spelled = self.spelling().get(error.param or "")
         if spelled is None or error.param is None:
             return error
-        return InvalidRequest(str(error).replace(error.param, spelled, 1), spelled)
+        message = str(error)
+        if error.param != "prompt":  # what a chat is turned into is still called the prompt
+            message = message.replace(error.param, spelled, 1)
+        return InvalidRequest(message, spelled)
 
 
 class TextPart(Body):
@@ -202,7 +205,7 @@ class ChatBody(GenerationBody):
         return variables
 
     def spelling(self) -> dict[str, str]:
-        names = {"logprobs": "top_logprobs"}
+        names = {"prompt": "messages", "logprobs": "top_logprobs"}
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
         return names
@@ -232,8 +235,8 @@ class CompletionBody(GenerationBody):
         if not prompt:
             raise InvalidRequest("prompt must not be empty, got []", "prompt")
         if isinstance(prompt[0], int):
-            return [prompt]  # type: ignore[list-item]
-        return prompt  # type: ignore[return-value]
+            return [prompt]
+        return prompt
 
     def sampling_values(self) -> dict[str, Any]:
         values = super().sampling_values()

@@ -4,7 +4,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -69,8 +69,7 @@ def receive(client: EngineClient, request_ids: Sequence[str]) -> dict[str, list[
     return outputs
 
 
-def wait_until(condition: object, seconds: float = 15) -> None:
-    assert callable(condition)
+def wait_until(condition: Callable[[], bool], seconds: float = 15) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"

@@ -194,8 +194,15 @@ def test_all_logprobs_need_an_engine_that_allows_them(decoder: DecoderConfig) ->
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("cache_salt", ""), ("cache_salt", 5), ("priority", 1.5), ("priority", True)]
-    + [("priority", 2**31), ("request_id", ""), ("request_id", None)],
+    [
+        ("cache_salt", ""),
+        ("cache_salt", 5),
+        ("priority", 1.5),
+        ("priority", True),
+        ("priority", 2**31),
+        ("request_id", ""),
+        ("request_id", None),
+    ],
 )
 def test_bad_envelope_fields_are_refused_by_name(
     processor: InputProcessor, field: str, value: Any

@@ -126,6 +126,20 @@ def test_a_damaged_tokenizer_file_is_a_checkpoint_error(tmp_path: Path) -> None:
         Tokenizer.from_folder(tmp_path)
 
 
+def test_a_folder_without_tokenizer_json_is_read_by_transformers(tmp_path: Path) -> None:
+    chars = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {char: index for index, char in enumerate([*chars, "ab", "<|endoftext|>"])}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    settings = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.encode("abc") == [vocab["ab"], vocab["c"]]
+    assert tokenizer.eos_token_id == vocab["<|endoftext|>"]
+    assert tokenizer.decode(tokenizer.encode(" é\n")) == " é\n"
+
+
 def test_a_folder_without_any_tokenizer_is_a_checkpoint_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot load the tokenizer of"):
         Tokenizer.from_folder(tmp_path)

@@ -1,4 +1,6 @@
-"""Frequencies against transformers' own functions, and the two reasons to leave them."""
+"""Frequencies against transformers' own functions, and what holds beyond them."""
+
+import math
 
 import pytest
 import torch
@@ -98,6 +100,19 @@ def test_positions_give_the_same_bits_alone_and_in_company():
     alone = [rotary(torch.tensor([position])) for position in range(37)]
     assert torch.equal(cos, torch.cat([c for c, _ in alone]))
     assert torch.equal(sin, torch.cat([s for _, s in alone]))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.float64, 1e-11), (torch.bfloat16, 5e-3)]
+)
+def test_angles_are_computed_in_float32_or_in_the_models_wider_dtype(dtype, tolerance):
+    rotary = RotaryEmbedding(rope_of({"rope_type": "default"}), HEAD_DIM, 8192, dtype)
+    cos, sin = rotary(torch.tensor([8191]))
+    assert cos.dtype == sin.dtype == dtype
+    angles = [8191 / 10_000.0 ** (2 * i / HEAD_DIM) for i in range(HEAD_DIM // 2)]
+    for computed, function in ((cos, math.cos), (sin, math.sin)):
+        exact = torch.tensor([function(angle) for angle in angles], dtype=torch.float64)
+        torch.testing.assert_close(computed[0, 0].double(), exact, rtol=0, atol=tolerance)
 
 
 def test_a_model_on_the_meta_device_keeps_real_frequencies():

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nano.attention.backend import AttentionBackend, AttentionMetadata
 from nano.attention.op import ForwardContext, forward_context
@@ -66,13 +66,19 @@ def decoder_logits(model: Decoder, input_ids: Tensor) -> Tensor:
         return model.compute_logits(hidden)
 
 
-def hf_logits(folder: Path, input_ids: Tensor) -> Tensor:
-    """What transformers computes from the same folder, in float32."""
-    model = AutoModelForCausalLM.from_pretrained(
+def hf_model(folder: Path) -> PreTrainedModel:
+    """transformers' model of the same folder, in float32."""
+    return AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float32
-    )
+    ).eval()
+
+
+def hf_logits(model: PreTrainedModel | Path, input_ids: Tensor) -> Tensor:
+    """[T, vocab] of a whole prompt, from transformers."""
+    if isinstance(model, Path):
+        model = hf_model(model)
     with torch.inference_mode():
-        return model.eval()(input_ids[None]).logits[0]
+        return model(input_ids[None]).logits[0]
 
 
 def relative_error(logits: Tensor, reference: Tensor) -> float:

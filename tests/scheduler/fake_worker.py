@@ -20,10 +20,14 @@ EOS = 0
 NAN = -1  # a fingerprint no token has
 
 
+def fingerprint(parent: int, token_id: int) -> int:
+    return hash((parent, token_id)) & 0xFFFFFFFF
+
+
 def extend(fingerprints: list[int], token_ids: Sequence[int]) -> None:
+    """Append the fingerprints of the tokens that have none yet."""
     for token_id in token_ids[len(fingerprints) :]:
-        parent = fingerprints[-1] if fingerprints else 1
-        fingerprints.append(hash((parent, token_id)) & 0xFFFFFFFF)
+        fingerprints.append(fingerprint(fingerprints[-1] if fingerprints else 1, token_id))
 
 
 def next_token(fingerprint: int) -> int:
@@ -169,12 +173,11 @@ class FakeWorker:
 
     def _propose(self, request_id: str) -> list[int]:
         drafts: list[int] = []
-        fingerprints = self.rows[request_id].fingerprints.copy()
+        parent = self.rows[request_id].fingerprints[-1]
         for _ in range(self.random.randint(0, self.num_draft_tokens)):
             is_right = self.random.random() < self.draft_accuracy
-            token_id = next_token(fingerprints[-1])
-            drafts.append(token_id if is_right else self.random.randrange(VOCAB_SIZE))
-            extend(fingerprints, [0] * len(fingerprints) + drafts[-1:])
+            drafts.append(next_token(parent) if is_right else self.random.randrange(VOCAB_SIZE))
+            parent = fingerprint(parent, drafts[-1])
         return drafts
 
 

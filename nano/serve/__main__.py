@@ -1,0 +1,71 @@
+"""`python -m nano.serve --model DIR`: an OpenAI-compatible HTTP server."""
+
+import argparse
+import signal
+import sys
+from types import FrameType
+
+import uvicorn
+
+from nano.config import EngineConfig, add_engine_arguments, config_from_arguments
+from nano.errors import NanoError
+from nano.log import get_logger, setup_logging
+from nano.serve.app import create_app
+from nano.serve.async_engine import AsyncEngine
+
+logger = get_logger(__name__)
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+SHUTDOWN_SECONDS = 5  # that requests in flight have to end after the order to stop
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="nano.serve", description=__doc__)
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    group.add_argument("--port", type=int, default=8000, help="0 takes a free one")
+    group.add_argument(
+        "--served-model-name", nargs="+", help="names that requests may use (default: --model)"
+    )
+    group.add_argument("--log-level", choices=LOG_LEVELS, default="info")
+    add_engine_arguments(parser)
+    return parser.parse_args(argv)
+
+
+def serve(args: argparse.Namespace, config: EngineConfig) -> None:
+    """Load the model, answer until SIGINT or SIGTERM, leave no process behind."""
+    engine = AsyncEngine.from_config(config, args.log_level)
+    try:
+        app = create_app(engine, args.served_model_name or [config.model.path])
+        uvicorn.run(
+            app,
+            host=args.host,
+            port=args.port,
+            log_level=args.log_level,
+            timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+        )
+    finally:
+        engine.client.close()
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    setup_logging("api", args.log_level)
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        # uvicorn puts its own handlers in place while it serves, and raises the signal again
+        # afterwards: here it must end the program without skipping what closes the engine.
+        raise SystemExit(0)
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    try:
+        serve(args, config_from_arguments(args))
+    except NanoError as error:
+        logger.error("%s", error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

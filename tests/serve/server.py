@@ -1,0 +1,71 @@
+"""A real server process for tests."""
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+from openai import OpenAI
+
+
+class Server:
+    """`python -m nano.serve` on a free port, under the model name "tiny"."""
+
+    def __init__(self, folder: Path, *arguments: str):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "nano.serve", "--model", str(folder)]
+        command += ["--port", str(port), "--served-model-name", "tiny", "--log-level", "warning"]
+        self.process = subprocess.Popen([*command, *arguments])
+        self.http = httpx.Client(base_url=self.url, timeout=30)
+        deadline = time.monotonic() + 60
+        while not self._is_up():
+            assert self.process.poll() is None, "the server ended"
+            assert time.monotonic() < deadline, "the server does not come up"
+            time.sleep(0.1)
+        self.core_pid = children(self.process.pid)[0]
+
+    def _is_up(self) -> bool:
+        try:
+            return self.http.get("/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def client(self, timeout: float = 30) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=timeout)
+
+    def stop(self, signum: int = signal.SIGTERM) -> int:
+        """Ask it to end; its exit status. Safe to call twice."""
+        if self.process.poll() is None:
+            self.process.send_signal(signum)
+        try:
+            return self.process.wait(20)
+        finally:
+            self.process.kill()
+            self.http.close()
+
+
+def children(pid: int) -> list[int]:
+    """Process ids of the living children of `pid`."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it ended meanwhile
+        if fields[0] != "Z" and int(fields[1]) == pid:
+            found.append(int(stat.parent.name))
+    return found
+
+
+def is_running(pid: int) -> bool:
+    """Whether `pid` is a process, a zombie excepted."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,136 @@
+"""Three ways to say one thing, all strict: keyword arguments, flags, recipes."""
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from nano.config import (
+    ENGINE_ARGS,
+    EngineConfig,
+    add_engine_arguments,
+    config_from_arguments,
+    resolve,
+)
+from nano.errors import ConfigError
+from tests.tiny import make_checkpoint
+
+
+def parse(*flags: str) -> EngineConfig:
+    parser = argparse.ArgumentParser()
+    add_engine_arguments(parser)
+    return config_from_arguments(parser.parse_args(flags))
+
+
+def test_keywords_flags_and_recipes_say_the_same(tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        '[model]\npath = "m"\nmax_model_len = 99\n[kv_cache]\nenable_prefix_caching = false\n'
+        'block_size = 8\n[scheduler]\ntoken_budget = 64\npolicy = "priority"\n'
+    )
+    by_keyword = EngineConfig.from_args(
+        {
+            "model": "m",
+            "max_model_len": 99,
+            "enable_prefix_caching": False,
+            "block_size": 8,
+            "max_num_batched_tokens": 64,
+            "scheduling_policy": "priority",
+        }
+    )
+    by_flag = parse(
+        *("--model m --max-model-len 99 --no-enable-prefix-caching --block-size 8").split(),
+        *("--max-num-batched-tokens 64 --scheduling-policy priority").split(),
+    )
+    assert by_keyword == by_flag == EngineConfig.from_toml(recipe) == parse("--config", str(recipe))
+
+
+def test_flags_override_the_recipe(tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text("[scheduler]\ntoken_budget = 64\nmax_num_requests = 3\n")
+    config = parse("--config", str(recipe), "--max-num-batched-tokens", "32")
+    assert config.scheduler.token_budget == 32
+    assert config.scheduler.max_num_requests == 3
+
+
+def test_every_option_has_an_argument():
+    options = {
+        (section.name, option.name)
+        for section in dataclasses.fields(EngineConfig)
+        for option in dataclasses.fields(section.default_factory)
+    }
+    assert {(arg.section, arg.field) for arg in ENGINE_ARGS.values()} == options
+
+
+def test_the_shipped_recipes_are_complete_and_valid():
+    recipes = sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))
+    assert recipes
+    for recipe in recipes:
+        EngineConfig.from_toml(recipe)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"max_num_seq": 4}, "unknown engine argument 'max_num_seq'"),
+        ({"block_size": 0}, "block_size must be at least 1, got 0"),
+        ({"block_size": "16"}, "block_size must be int, got '16'"),
+        ({"block_size": True}, "block_size must be int, got True"),
+        ({"max_num_seqs": -1}, "max_num_seqs must be at least 1, got -1"),
+        ({"dtype": "int8"}, "dtype must be 'auto' or 'float32'"),
+        ({"gpu_memory_utilization": 1.5}, r"gpu_memory_utilization must be in \(0, 1\], got 1.5"),
+        ({"scheduling_policy": "sjf"}, "policy must be 'fcfs' or 'priority', got 'sjf'"),
+        ({"logprobs_mode": "raw"}, "logprobs_mode must be"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_refused_by_name_value_and_limit(args, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig.from_args(args)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[modle]\n", r"unknown section \[modle\]; known: model"),
+        ("[model]\npaht = 'x'\n", r"unknown option 'paht' in \[model\]"),
+        ("[model]\npath = 3\n", "path must be str, got 3"),
+        ("[model\n", "cannot read the recipe"),
+    ],
+)
+def test_bad_recipes_are_refused(tmp_path, text, message):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig.from_toml(recipe)
+
+
+def test_resolving_settles_what_files_tell(tmp_path):
+    folder = make_checkpoint(tmp_path / "m")
+    resolved = resolve(EngineConfig.from_args({"model": str(folder)}))
+    assert resolved.model.path == str(folder)
+    assert resolved.model.max_model_len == 512
+    assert (resolved.model.dtype, resolved.compile.mode) == ("float32", "eager")
+    assert EngineConfig.from_sections(resolved.to_sections()) == resolved
+
+
+def test_a_context_longer_than_the_model_is_refused_with_both_numbers(tmp_path):
+    folder = make_checkpoint(tmp_path / "m")
+    with pytest.raises(ConfigError, match="max_model_len 513 is more than 512"):
+        resolve(EngineConfig.from_args({"model": str(folder), "max_model_len": 513}))
+
+
+def test_a_shorter_sliding_window_caps_the_context_and_says_so(tmp_path, caplog):
+    folder = make_checkpoint(tmp_path / "m", "mistral", sliding_window=100)
+    with caplog.at_level("INFO", logger="nano"):
+        resolved = resolve(EngineConfig.from_args({"model": str(folder), "max_model_len": 300}))
+    assert resolved.model.max_model_len == 100
+    assert "sliding" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])  # B123
+def test_dtypes_that_the_cpu_does_not_compute_are_refused(tmp_path, dtype):
+    folder = make_checkpoint(tmp_path / "m")
+    with pytest.raises(ConfigError, match=f"dtype={dtype} is not computed on CPU"):
+        resolve(EngineConfig.from_args({"model": str(folder), "dtype": dtype}))
