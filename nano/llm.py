@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -51,6 +52,7 @@ class LLM:
         self._inputs = InputProcessor(config, load_decoder_config(folder), self.tokenizer)
         self._outputs = OutputProcessor(self.tokenizer)
         self._counter = itertools.count()
+        self._mailboxes: dict[str, deque[RequestOutput]] = {}  # of open streams, by request id
 
     @overload
     def generate(
@@ -204,24 +206,39 @@ class LLM:
         return sorted(outputs, key=lambda output: order[output.request_id])
 
     def _stream(self, requests: list[PreparedRequest], kind: OutputKind) -> Iterator[RequestOutput]:
-        """Queue `requests` and step the engine until all have finished."""
+        """Queue `requests` and step the engine until all have finished.
+
+        Several streams may be open at once: whoever steps the engine leaves the others' outputs
+        in their mailboxes.
+        """
+        mailbox: deque[RequestOutput] = deque()
         unfinished = {request.request_id for request in requests}
         try:
             for request in requests:
                 self._outputs.register(request, kind)
+                self._mailboxes[request.request_id] = mailbox
             self._client.add([child for request in requests for child in request.children])
             while unfinished:
-                processed = self._outputs.process(self._client.recv(), time.monotonic())
-                if processed.abort_ids:
-                    self._client.abort(processed.abort_ids)
-                for output in processed.request_outputs:
-                    if output.finished:
-                        unfinished.discard(output.request_id)
-                    yield output
+                while not mailbox:
+                    self._step()
+                output = mailbox.popleft()
+                if output.finished:
+                    unfinished.discard(output.request_id)
+                yield output
         finally:
             for request_id in unfinished:  # an error, Ctrl-C, or a stream that was left early
                 processed = self._outputs.abort(request_id, time.monotonic())
                 self._client.abort(processed.abort_ids)
+            for request in requests:
+                self._mailboxes.pop(request.request_id, None)
+
+    def _step(self) -> None:
+        """Take the engine's news and deliver it."""
+        processed = self._outputs.process(self._client.recv(), time.monotonic())
+        if processed.abort_ids:
+            self._client.abort(processed.abort_ids)
+        for output in processed.request_outputs:
+            self._mailboxes[output.request_id].append(output)
 
 
 def _make_client(config: EngineConfig, use_subprocess: bool) -> EngineClient:

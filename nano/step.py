@@ -53,7 +53,8 @@ class StepPlan:
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)  # the heart
     # The last len(d) of those tokens are drafts; a request without drafts is absent.
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
-    num_computed_tokens: dict[str, int] = field(default_factory=dict)  # before this step
+    # Before this step. More than the worker counted means that new blocks hold KV of others.
+    num_computed_tokens: dict[str, int] = field(default_factory=dict)
     new_requests: list[NewRequest] = field(default_factory=list)
     new_block_ids: dict[str, list[int]] = field(default_factory=dict)  # append to known rows
     # Forget these rows before anything else: finished, aborted or preempted since the last plan.

@@ -66,7 +66,9 @@ class RequestStates:
         for request_id, num_computed in plan.num_computed_tokens.items():
             row = self.row_of[request_id]
             known = self.num_computed_tokens[row]
-            assert known == num_computed, f"{request_id}: computed {known}, planned {num_computed}"
+            # More than we computed: the new blocks came with the KV of others.
+            assert known <= num_computed, f"{request_id}: computed {known}, planned {num_computed}"
+            self.num_computed_tokens[row] = num_computed
         for request_id, draft_ids in plan.draft_token_ids.items():
             row = self.row_of[request_id]
             start = self.num_tokens[row]

@@ -13,6 +13,7 @@ import argparse
 import ctypes
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -245,19 +246,20 @@ def _on_stop_signals(stop: Callable[[], None]) -> None:
     signal.signal(signal.SIGINT, handler)
 
 
-def _leave_with_parent() -> None:
+def _leave_with_parent(folder: str) -> None:
     """End this process when the one that started it ends, however that happens."""
     if sys.platform == "linux":
-        # Also ends a core whose interpreter is stuck. The kernel watches the parent's *thread*;
-        # SubprocessClient starts us from one that lives as long as itself.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        # A fork of the parent may hold the pipe open after its death. The kernel watches the
+        # parent's *thread*; SubprocessClient starts us from one that lives as long as itself.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
     def watch() -> None:
         while os.read(0, 4096):
             pass
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(PARENT_GRACE_SECONDS)
-        os._exit(1)
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)  # a step that takes longer has nobody to compute for
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
@@ -268,15 +270,19 @@ def main(
 ) -> int:
     """Entry point. `load` makes the core of a resolved config."""
     parser = argparse.ArgumentParser(prog="nano.engine.process")
-    parser.add_argument("--folder", required=True, help="private folder for the two sockets")
+    parser.add_argument("--folder", required=True, help="for the two sockets; removed at the end")
     parser.add_argument("--config", required=True, help="a resolved EngineConfig, as JSON")
     parser.add_argument("--log-level", default=None)
     args = parser.parse_args(argv)
     _on_stop_signals(lambda: sys.exit(1))  # while loading there is nothing to tidy up
-    _leave_with_parent()
+    _leave_with_parent(args.folder)
     setup_logging("core", args.log_level)
     config = EngineConfig.from_sections(json.loads(args.config))
-    return serve_core(args.folder, lambda: load(config))
+    try:
+        return serve_core(args.folder, lambda: load(config))
+    finally:
+        _on_stop_signals(lambda: None)  # leaving already; nothing may interrupt the tidying up
+        shutil.rmtree(args.folder, ignore_errors=True)  # the parent may be gone
 
 
 if __name__ == "__main__":

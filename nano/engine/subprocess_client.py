@@ -274,9 +274,9 @@ class SubprocessClient(EngineClient):
             known = OWN_ERRORS.get(name)
             error = known(message) if known else EngineDead(f"the engine did not start: {fault}")
             self._started.set_exception(error)
+        elif not self._is_closing:
+            logger.error("the engine core is dead: %s", fault)
         with self._news:
-            if not self._is_closing:
-                logger.error("the engine core is dead: %s", fault)
             self._fault = fault
             for call in self._calls.values():
                 call.set_exception(EngineDead(f"the engine core is dead: {fault}"))

@@ -5,6 +5,7 @@ scheduler calls it.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -93,13 +94,31 @@ class KVCacheManager:
             return PrefixHit()
         num_blocks = (len(request.token_ids) - 1) // self.block_size
         self._hash(request, num_blocks)
-        block_ids = []
-        for block_hash in request.block_hashes[:num_blocks]:
-            block = self._pool.find(block_hash)
-            if block is None:
-                break
-            block_ids.append(block.block_id)
+        block_ids = [block.block_id for block in self._find(request.block_hashes[:num_blocks])]
         return PrefixHit(block_ids, len(block_ids) * self.block_size)
+
+    def extend_prefix(self, request: CachedRequest) -> list[int]:
+        """Cached blocks that continue what a running request has computed; it holds them now.
+
+        Another request may have computed them since this one was admitted: with equal prompts in
+        chunks, each chunk is then computed by one of them. The ids are to be appended to the block
+        table, and count as computed. [] unless the request stands at the end of its last block.
+        """
+        table = self._tables[request.request_id]
+        num_held = len(table.blocks)
+        if (
+            not self.enable_prefix_caching
+            or not request.reads_prefix_cache
+            or num_held * self.block_size != request.num_computed_tokens
+        ):
+            return []
+        num_blocks = (len(request.token_ids) - 1) // self.block_size
+        self._hash(request, num_blocks)
+        found = self._find(request.block_hashes[num_held:num_blocks])
+        self._pool.touch(found)
+        table.blocks += found
+        table.num_published = len(table.blocks) if found else table.num_published
+        return [block.block_id for block in found]
 
     def allocate(
         self, request: CachedRequest, num_new_tokens: int, hit: PrefixHit | None = None
@@ -195,6 +214,16 @@ class KVCacheManager:
         blocks = cached + self._pool.allocate(num_missing)
         self._tables[request.request_id] = _BlockTable(blocks, num_published=len(cached))
         return [block.block_id for block in blocks]
+
+    def _find(self, block_hashes: Sequence[BlockHash]) -> list[Block]:
+        """The cached blocks of a chain, up to the first that is missing."""
+        found = []
+        for block_hash in block_hashes:
+            block = self._pool.find(block_hash)
+            if block is None:
+                break
+            found.append(block)
+        return found
 
     def _num_blocks(self, request: CachedRequest, num_tokens: int) -> int:
         """Blocks a request needs once `num_tokens` of its tokens are computed."""

@@ -77,7 +77,7 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.stop_token_id: int | None = None  # the stop_token_ids entry that ended it
         self.num_preemptions = 0
-        self.num_cached_tokens: int | None = None  # prefix hit of the first admission
+        self.num_cached_tokens = 0  # read from the prefix cache before any preemption
         self.first_scheduled_time: float | None = None
         self.has_reported = False  # whether the front end has heard of it
         self.num_prompt_logprobs = 0  # delivered so far

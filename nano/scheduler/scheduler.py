@@ -158,6 +158,7 @@ class Scheduler:
             # One token of the budget is kept for each request behind, so that no stream stalls
             # while a long prompt, or many drafts, run ahead of it.
             share = max(1, budget - (len(self.running) - num_served))
+            shared_ids = self._extend_prefix(request)
             num_tokens = self._num_tokens_to_compute(request, request.num_computed_tokens, share)
             block_ids = self.kv_cache.allocate(request, num_tokens)
             if block_ids is None and request.draft_token_ids:
@@ -167,11 +168,19 @@ class Scheduler:
                 block_ids = self._allocate_by_preemption(request, num_tokens)
                 if block_ids is None:
                     break  # it was the last, and gave way itself
-            if block_ids:
-                plan.new_block_ids[request.request_id] = block_ids
+            if shared_ids or block_ids:
+                plan.new_block_ids[request.request_id] = shared_ids + block_ids
             self._put_in_plan(plan, request, num_tokens)
             budget -= num_tokens
         return budget
+
+    def _extend_prefix(self, request: Request) -> list[int]:
+        """Read on in the prefix cache, if there is more than one token to compute anyway."""
+        if len(request.token_ids) - request.num_computed_tokens <= 1:
+            return []
+        block_ids = self.kv_cache.extend_prefix(request)
+        self._count_hit(request, len(block_ids) * self.kv_cache.block_size)
+        return block_ids
 
     def _admit_waiting(self, plan: StepPlan, budget: int, now: float) -> None:
         """Move waiting requests to running while tokens, rows and blocks last."""
@@ -205,10 +214,18 @@ class Scheduler:
         that could not be accepted.
         """
         num_known = len(request.token_ids) - num_computed
-        if num_known > 1 and self.chunk_cap < budget:
-            budget = self.chunk_cap
+        if num_known > 1 and self.chunk_cap < self.token_budget:
+            budget = self._end_at_block(num_computed, num_known, min(self.chunk_cap, budget))
         room = request.max_num_tokens - 1 - num_computed
         return min(num_known + len(request.draft_token_ids), room, budget)
+
+    def _end_at_block(self, num_computed: int, num_known: int, chunk: int) -> int:
+        """`chunk`, shortened to end at a block's end if the prompt goes on behind it.
+
+        Only there can others share the chunk whole, and this request read on in the cache.
+        """
+        past_block = (num_computed + chunk) % self.kv_cache.block_size
+        return chunk - past_block if past_block < chunk < num_known else chunk
 
     def _put_in_plan(self, plan: StepPlan, request: Request, num_tokens: int) -> None:
         request_id = request.request_id
@@ -246,16 +263,20 @@ class Scheduler:
 
     def _start(self, request: Request, hit: PrefixHit, now: float) -> None:
         request.status = RequestStatus.RUNNING
-        request.num_computed_tokens = hit.num_tokens
-        if request.num_cached_tokens is None:
-            request.num_cached_tokens = hit.num_tokens
+        if request.first_scheduled_time is None:
             request.first_scheduled_time = now
         self._num_prefix_query_tokens += request.num_tokens
-        self._num_prefix_hit_tokens += hit.num_tokens
+        self._count_hit(request, hit.num_tokens)
         if self.policy == "priority":
             insort(self.running, request, key=_by_urgency)
         else:
             self.running.append(request)
+
+    def _count_hit(self, request: Request, num_tokens: int) -> None:
+        request.num_computed_tokens += num_tokens
+        if request.num_preemptions == 0:
+            request.num_cached_tokens += num_tokens
+        self._num_prefix_hit_tokens += num_tokens
 
     def update_from_output(self, plan: StepPlan, output: StepOutput) -> list[RequestUpdate]:
         """Apply the output of `plan`; news of the requests that have any, in the plan's order."""

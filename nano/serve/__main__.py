@@ -1,7 +1,9 @@
 """`python -m nano.serve --model DIR`: an OpenAI-compatible HTTP server."""
 
 import argparse
+import asyncio
 import signal
+import socket
 import sys
 from types import FrameType
 
@@ -17,6 +19,21 @@ logger = get_logger(__name__)
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 SHUTDOWN_SECONDS = 5  # that requests in flight have to end after the order to stop
+
+
+class HttpServer(uvicorn.Server):  # type: ignore[misc]  # uvicorn has no types for us
+    """uvicorn, which ends what is still in flight `SHUTDOWN_SECONDS` after the order to stop."""
+
+    def __init__(self, config: uvicorn.Config, engine: AsyncEngine):
+        super().__init__(config)
+        self._engine = engine
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        reason = "the server is shutting down"
+        loop = asyncio.get_running_loop()
+        ending = loop.call_later(SHUTDOWN_SECONDS, self._engine.fail, reason)
+        await super().shutdown(sockets)
+        ending.cancel()
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -37,13 +54,15 @@ def serve(args: argparse.Namespace, config: EngineConfig) -> None:
     engine = AsyncEngine.from_config(config, args.log_level)
     try:
         app = create_app(engine, args.served_model_name or [config.model.path])
-        uvicorn.run(
+        http = uvicorn.Config(
             app,
             host=args.host,
             port=args.port,
             log_level=args.log_level,
-            timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+            # For callers who do not read their last answer.
+            timeout_graceful_shutdown=2 * SHUTDOWN_SECONDS,
         )
+        HttpServer(http, engine).run()
     finally:
         engine.client.close()
 

@@ -72,7 +72,7 @@ class Generation:
 class AsyncEngine:
     """A front end in an event loop. `start` within the loop before use, `close` at the end.
 
-    `fault` says why the core is dead, or is None.
+    `fault` says why nothing can be asked any more, or is None.
     """
 
     def __init__(
@@ -139,9 +139,19 @@ class AsyncEngine:
         try:
             self.client.add([child for request in prepared for child in request.children])
         except EngineDead as error:
-            self._die(str(error))
+            self.fail(str(error))
             raise
         return generation
+
+    def fail(self, fault: str) -> None:
+        """Give up: whoever waits, and whoever comes, gets `EngineDead` with this reason."""
+        if self.fault is not None:
+            return
+        self.fault = fault
+        self._output_processor.fail_all(fault, time.monotonic())
+        for generation in set(self._generations.values()):
+            generation.fail(EngineDead(fault))
+        self._generations.clear()
 
     async def close(self) -> None:
         """End the core; whoever still waits gets `EngineDead`."""
@@ -154,12 +164,17 @@ class AsyncEngine:
                 try:
                     outputs = self.client.recv()
                 except EngineDead as error:
-                    self._loop.call_soon_threadsafe(self._die, str(error))
+                    self._loop.call_soon_threadsafe(self.fail, str(error))
                     return
                 self._loop.call_soon_threadsafe(self._deliver, outputs)
 
     def _deliver(self, outputs: Sequence[TokenOutput]) -> None:
-        processed = self._output_processor.process(outputs, time.monotonic())
+        try:
+            processed = self._output_processor.process(outputs, time.monotonic())
+        except Exception as error:  # our bug: better an end with a reason than callers who hang
+            logger.exception("the front end cannot process what the core sent")
+            self.fail(f"{type(error).__name__}: {error}")
+            return
         self._abort_in_core(processed.abort_ids)
         for output in processed.request_outputs:
             generation = self._generations[output.request_id]
@@ -178,12 +193,3 @@ class AsyncEngine:
         if engine_request_ids:
             with contextlib.suppress(EngineDead):  # `_listen` hears of it too
                 self.client.abort(engine_request_ids)
-
-    def _die(self, fault: str) -> None:
-        if self.fault is not None:
-            return
-        self.fault = fault
-        self._output_processor.fail_all(fault, time.monotonic())
-        for generation in {id(g): g for g in self._generations.values()}.values():
-            generation.fail(EngineDead(fault))
-        self._generations.clear()

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from nano.config import EngineConfig, ModelOptions
 from nano.engine import process
@@ -94,6 +95,14 @@ def fake_config(path: str = "none", max_model_len: int = 100) -> EngineConfig:
 def fake_request(request_id: str, *prompt: int, max_tokens: int = 4) -> EngineRequest:
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, seed=0)
     return EngineRequest(request_id, list(prompt), params, time.monotonic())
+
+
+def is_running(pid: int) -> bool:
+    """Whether `pid` is a process, a zombie excepted."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def load(config: EngineConfig) -> EngineCore:

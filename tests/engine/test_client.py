@@ -23,6 +23,7 @@ from tests.engine.fake_core import (
     FakeExecutor,
     fake_config,
     fake_request,
+    is_running,
 )
 
 FAKE_CORE = (sys.executable, "-m", "tests.engine.fake_core")
@@ -74,14 +75,6 @@ def wait_until(condition: Callable[[], bool], seconds: float = 15) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.02)
-
-
-def is_running(pid: int) -> bool:
-    """Whether `pid` is a process, a zombie excepted."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_tokens_come_back_with_one_finish_each(client: EngineClient) -> None:
@@ -232,17 +225,18 @@ def test_close_leaves_no_process_and_no_folder() -> None:
 def test_no_core_outlives_a_front_end_that_is_killed(signum: int) -> None:
     code = (
         "import time; from tests.engine.test_client import make_subprocess\n"
-        "client = make_subprocess(); print(client.pid, flush=True); time.sleep(60)"
+        "client = make_subprocess(); print(client.pid, client._folder, flush=True); time.sleep(60)"
     )
     front_end = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
     assert front_end.stdout is not None
-    pid = int(front_end.stdout.readline())
-    assert is_running(pid)
+    pid, folder = front_end.stdout.readline().split()
+    assert is_running(int(pid))
     front_end.send_signal(signum)
     front_end.wait(10)
-    wait_until(lambda: not is_running(pid))
+    wait_until(lambda: not is_running(int(pid)))
+    assert not Path(folder).exists()
     front_end.stdout.close()
 
 

@@ -129,6 +129,21 @@ class KVCacheModel(RuleBasedStateMachine):
             table += block_ids
             self.write(request, num_new)
 
+    @rule(request=live)
+    def extend(self, request: Request) -> None:
+        table = self.tables[request.request_id]
+        expected: list[int] = []
+        if len(table) * self.block_size == request.num_computed_tokens:
+            while (len(table) + len(expected) + 1) * self.block_size < request.num_tokens:
+                content = self.content(request, len(table) + len(expected))
+                if content not in self.published:
+                    break
+                expected.append(self.published[content])
+        assert self.kv_cache.extend_prefix(request) == expected
+        table += expected
+        request.num_computed_tokens += len(expected) * self.block_size
+        self.write(request, 0)
+
     @rule(request=consumes(live))
     def free(self, request: Request) -> None:
         self.kv_cache.free(request)

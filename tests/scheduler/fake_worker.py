@@ -85,7 +85,7 @@ class FakeWorker:
         for request_id in plan.num_scheduled_tokens:
             self._write(plan, request_id, request_id in broken)
         output = StepOutput([], [], [], [])
-        fresh = {new.request_id for new in plan.new_requests}
+        fresh = {new.request_id for new in plan.new_requests} | self.extended
         for request_id in plan.num_scheduled_tokens:
             token_ids, drafts = [], []
             if self._reads_nan(plan, request_id):
@@ -101,6 +101,7 @@ class FakeWorker:
         return output
 
     def _apply(self, plan: StepPlan) -> None:
+        self.extended: set[str] = set()
         for request_id in plan.finished_request_ids:
             del self.rows[request_id]  # KeyError: never seen, or forgotten twice
         for new in plan.new_requests:
@@ -113,7 +114,11 @@ class FakeWorker:
             self.rows[request_id].block_ids += block_ids
         assert plan.num_scheduled_tokens.keys() == plan.num_computed_tokens.keys()
         for request_id, num_computed in plan.num_computed_tokens.items():
-            assert self.rows[request_id].num_computed_tokens == num_computed
+            row = self.rows[request_id]
+            assert row.num_computed_tokens <= num_computed
+            if row.num_computed_tokens < num_computed:  # it reads what others computed
+                row.num_computed_tokens = num_computed
+                self.extended.add(request_id)
 
     def _slot(self, row: Row, position: int) -> int:
         block_id = row.block_ids[position // self.block_size]

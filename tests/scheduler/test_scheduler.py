@@ -165,8 +165,15 @@ class TestBudget:
         driver.scheduler.add(make_request("b", 3))
         driver.step()
         driver.step()
-        assert driver.plans[0].num_scheduled_tokens == {"a": 6, "b": 3}
-        assert driver.plans[1].num_scheduled_tokens == {"a": 6, "b": 1}
+        # Six, shortened to end with a block of four.
+        assert driver.plans[0].num_scheduled_tokens == {"a": 4, "b": 3}
+        assert driver.plans[1].num_scheduled_tokens == {"a": 4, "b": 1}
+
+    def test_a_threshold_below_the_block_size_still_makes_progress(self) -> None:
+        driver = Driver(make_scheduler(token_budget=32, long_prefill_token_threshold=3))
+        driver.scheduler.add(make_request("a", 9, max_tokens=1))
+        driver.run()
+        assert [plan.num_scheduled_tokens["a"] for plan in driver.plans] == [3, 1, 3, 2]
 
     def test_the_threshold_does_not_cap_a_decode_token_and_its_drafts(self) -> None:
         scheduler = make_scheduler(long_prefill_token_threshold=2)
@@ -483,6 +490,23 @@ class TestPrefixSharing:
             assert driver.worker.num_computed <= 1.1 * 2000
             cached = [updates[0].num_cached_tokens for updates in driver.updates.values()]
             assert cached == [0] + [1984] * 7
+            outputs = list(driver.token_ids.values())
+            assert outputs == [expected_output(range(2000), 1)] * 8
+
+    def test_copies_in_chunks_share_the_work_instead_of_repeating_it(self) -> None:
+        for threshold, token_budget in ((128, 512), (128, 2048), (500, 2048), (128, 384)):
+            scheduler = make_scheduler(
+                1024,
+                16,
+                token_budget=token_budget,
+                max_model_len=4096,
+                long_prefill_token_threshold=threshold,
+            )
+            driver = Driver(scheduler)
+            for index in range(8):
+                scheduler.add(make_request(f"r{index}", list(range(2000)), max_tokens=1))
+            driver.run()
+            assert driver.worker.num_computed <= 1.1 * 2000
             outputs = list(driver.token_ids.values())
             assert outputs == [expected_output(range(2000), 1)] * 8
 

@@ -61,11 +61,3 @@ def children(pid: int) -> list[int]:
         if fields[0] != "Z" and int(fields[1]) == pid:
             found.append(int(stat.parent.name))
     return found
-
-
-def is_running(pid: int) -> bool:
-    """Whether `pid` is a process, a zombie excepted."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

@@ -11,7 +11,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.serve.server import Server, is_running
+from tests.engine.fake_core import is_running
+from tests.serve.server import Server
 
 pytestmark = pytest.mark.slow
 
@@ -65,10 +66,11 @@ def test_a_stopped_server_ends_its_streams_and_leaves_no_process(
     server = Server(checkpoint)
     stream = iter(server.client().completions.create(stream=True, **LONG))
     next(stream)
-    assert server.stop(signum) == 0
-    with pytest.raises(Exception):  # noqa: B017  however the connection ends, it ends
+    server.process.send_signal(signum)
+    with pytest.raises(openai.APIError, match="the server is shutting down"):
         for _ in stream:
             pass
+    assert server.stop() == 0
     assert not is_running(server.core_pid)
 
 
@@ -102,3 +104,27 @@ def test_weights_that_the_core_cannot_read_end_the_server_with_the_reason(
     assert result.returncode == 1
     assert "model.safetensors" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_small_cache_and_processed_logprobs_are_told_apart_from_errors(
+    checkpoint: Path,
+) -> None:
+    options = ("--num-gpu-blocks-override", "4", "--logprobs-mode", "processed_logprobs")
+    server = Server(checkpoint, *options)
+    client = server.client()
+    with pytest.raises(openai.BadRequestError, match="64 tokens long; the KV cache holds 64") as no:
+        client.completions.create(model="tiny", prompt="x" * 64)
+    assert no.value.param == "prompt"
+    full = client.completions.create(**{**LONG, "prompt": "x" * 60})
+    assert full.choices[0].finish_reason == "length"
+    assert full.usage is not None
+    assert full.usage.completion_tokens == 4
+    only_a = client.completions.create(
+        model="tiny", prompt="x", max_tokens=1, logprobs=2, extra_body={"allowed_token_ids": [65]}
+    )
+    logprobs = only_a.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.token_logprobs == [0.0]
+    assert logprobs.top_logprobs is not None
+    assert -9999.0 in logprobs.top_logprobs[0].values()
+    assert server.stop() == 0
