@@ -1,6 +1,6 @@
 """Lines of code by package: growth is a decision, so it is printed in every test run.
 
-    python bench/lines.py
+python bench/lines.py
 """
 
 from pathlib import Path

@@ -21,10 +21,11 @@ from nano.batch.request_states import RequestStates
 from nano.sampling.logits import edit_logits
 from nano.sampling.logprobs import gather_logprobs
 from nano.sampling.noise import log_exponential
-from nano.sampling.truncation import surviving_token_ids
+from nano.sampling.truncation import survivors
 from nano.sampling_params import SamplingParams
 from nano.step import TokenLogprobs
 
+_SPARSE = 8  # noise of single tokens costs about this many times its share of a whole row's
 _BAD_LOGITS = "the model produced logits that are not numbers (NaN or infinity) for this request"
 _NOTHING_LEFT = "no token may be sampled: the request's own restrictions exclude all of them"
 
@@ -54,10 +55,11 @@ class SamplerOutput:
 
 
 class Sampler:
-    """Turns logits into tokens. Holds no state between calls."""
+    """Turns logits into tokens. Nothing of one call can be seen in the next."""
 
     def __init__(self, logprobs_mode: str = "raw_logprobs"):
         self.takes_raw_logprobs = logprobs_mode == "raw_logprobs"
+        self._arange = torch.empty(0, dtype=torch.int32)
 
     def sample_rows(
         self, logits: Tensor, rows: LogitsRows, states: RequestStates, mask: Tensor | None = None
@@ -89,18 +91,22 @@ class Sampler:
         """The token of one row, and the [V] logits it was drawn from (-inf: could not be)."""
         # The best token is moved to zero first, so that a tiny temperature cannot overflow it.
         scaled = (logits - logits.max()) / params.temperature
-        token_ids = surviving_token_ids(
-            scaled, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p
-        )
+        mask = survivors(scaled, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
+        if mask is not None:
+            scaled = scaled.masked_fill_(mask.logical_not(), float("-inf"))
         assert params.seed is not None
-        if token_ids is None:
-            all_ids = torch.arange(scaled.numel(), dtype=torch.int32)
-            noise = log_exponential(params.seed, position, all_ids)
+        if mask is None or int(mask.sum()) * _SPARSE > mask.numel():
+            noise = log_exponential(params.seed, position, self._all_token_ids(scaled.numel()))
             return int((scaled - noise).argmax()), scaled
-        values = scaled[token_ids]
+        token_ids = mask.nonzero().squeeze(1)  # few: their noise alone is cheaper, and the same
         noise = log_exponential(params.seed, position, token_ids.to(torch.int32))
-        token_id = int(token_ids[(values - noise).argmax()])
-        return token_id, torch.full_like(scaled, float("-inf")).index_copy_(0, token_ids, values)
+        return int(token_ids[(scaled[token_ids] - noise).argmax()]), scaled
+
+    def _all_token_ids(self, vocab_size: int) -> Tensor:
+        """arange(vocab_size), made once. int32."""
+        if self._arange.numel() != vocab_size:
+            self._arange = torch.arange(vocab_size, dtype=torch.int32)
+        return self._arange
 
     def _explain(self, logits: Tensor, best_values: Tensor, samples: RowSamples) -> None:
         """Record an error for each row whose best logit is not finite."""

@@ -155,6 +155,17 @@ def test_a_row_samples_the_same_token_alone_and_in_any_batch():
     assert together.logprobs == [alone[i].logprobs[0] for i in order]
 
 
+def test_noise_of_few_survivors_is_the_noise_of_all(monkeypatch):
+    logits = torch.randn(5, 3000, generator=torch.Generator().manual_seed(2))
+    requests = [(SamplingParams(seed=s, top_p=0.5, top_k=40), PROMPT, []) for s in range(5)]
+    drawn = []
+    for sparse in (0, 10**9):  # never, always by single tokens
+        monkeypatch.setattr("nano.sampling.sampler._SPARSE", sparse)
+        rows, states = make_rows(requests)
+        drawn.append(Sampler().sample_rows(logits, rows, states).token_ids)
+    assert drawn[0] == drawn[1]
+
+
 @pytest.mark.parametrize("temperature", [1e-3, 1e-4, 1e-5, 1e-6, 1e-8, 1e-20, 0.0])
 def test_a_vanishing_temperature_is_greedy_and_harms_no_neighbour(temperature):  # B056
     logits = LOGITS.float()
