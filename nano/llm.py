@@ -49,7 +49,12 @@ class LLM:
         folder = Path(config.model.path)
         self.tokenizer = Tokenizer.from_folder(Path(config.model.tokenizer or folder))
         self._client = _make_client(config, use_subprocess)
-        self._inputs = InputProcessor(config, load_decoder_config(folder), self.tokenizer)
+        self._inputs = InputProcessor(
+            config,
+            load_decoder_config(folder),
+            self.tokenizer,
+            num_kv_slots=self._client.ready.num_kv_slots,
+        )
         self._outputs = OutputProcessor(self.tokenizer)
         self._counter = itertools.count()
         self._mailboxes: dict[str, deque[RequestOutput]] = {}  # of open streams, by request id

@@ -526,7 +526,7 @@ def test_penalties_equal_hugging_face_and_the_formula(checkpoint, naive):  # B06
         ours = ids(generate(llm, prompt, penalised))
     expected: list[int] = []
     for _ in range(24):
-        logits = naive.logits(prompt + expected)[-1]
+        logits = naive.logits(prompt + expected)[-1].clone()
         for token in set(expected):
             logits[token] -= 2.0 * expected.count(token) + 2.0
         expected.append(int(logits.argmax()))

@@ -30,6 +30,8 @@ class WorkerInfo(Protocol):
     @property
     def max_num_requests(self) -> int: ...
     @property
+    def num_lookahead_tokens(self) -> int: ...
+    @property
     def step_seconds(self) -> float: ...
     @property
     def numerics_id(self) -> str: ...
@@ -59,6 +61,7 @@ class EngineCore:
             num_blocks=info.kv_cache.num_blocks,
             block_size=info.kv_cache.block_size,
             enable_prefix_caching=config.kv_cache.enable_prefix_caching,
+            num_lookahead_tokens=info.num_lookahead_tokens,
             root=info.numerics_id,
         )
         self._scheduler = Scheduler(

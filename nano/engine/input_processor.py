@@ -52,11 +52,17 @@ class InputProcessor:
         config: EngineConfig,
         decoder: DecoderConfig,
         tokenizer: Tokenizer,
+        *,
+        num_kv_slots: int,
         draws_random_seeds: bool = False,
     ):
-        """`config` is resolved: its `max_model_len` is the one that holds. Raises `ConfigError`."""
+        """`config` is resolved: its `max_model_len` is the one that holds. Raises `ConfigError`.
+
+        `num_kv_slots` is how many tokens the core's whole KV cache holds.
+        """
         assert config.model.max_model_len is not None
         self.max_model_len = config.model.max_model_len
+        self.num_kv_slots = num_kv_slots
         self.vocab_size = decoder.vocab_size
         self.tokenizer = tokenizer
         has_own_defaults = config.model.generation_config == "auto"
@@ -131,6 +137,12 @@ class InputProcessor:
             raise InvalidRequest(
                 f"prompt is {len(token_ids)} tokens long; at most {self.max_model_len - 1} fit, "
                 f"which leaves one token to generate (max_model_len {self.max_model_len})",
+                "prompt",
+            )
+        if len(token_ids) >= self.num_kv_slots:
+            raise InvalidRequest(
+                f"prompt is {len(token_ids)} tokens long; at most {self.num_kv_slots - 1} fit into "
+                f"the KV cache, which leaves one token to generate",
                 "prompt",
             )
         self._check_token_ids("prompt", token_ids)

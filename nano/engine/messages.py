@@ -76,6 +76,11 @@ class EngineReady:
     token_budget: int
     numerics_id: str
 
+    @property
+    def num_kv_slots(self) -> int:
+        """Tokens that the whole KV cache holds."""
+        return self.num_blocks * self.block_size
+
 
 @dataclass(slots=True)
 class EngineHeartbeat:

@@ -20,7 +20,7 @@ from nano.engine.messages import TokenOutput
 from nano.engine.output_processor import OutputKind, OutputProcessor
 from nano.engine.subprocess_client import SubprocessClient
 from nano.engine.tokenizer import Tokenizer
-from nano.errors import EngineDead, InvalidRequest
+from nano.errors import EngineDead
 from nano.log import get_logger
 from nano.outputs import RequestOutput
 
@@ -87,7 +87,6 @@ class AsyncEngine:
         self.tokenizer = input_processor.tokenizer
         self.model_max_tokens = model_max_tokens
         self.fault: str | None = None
-        self._num_slots = client.ready.num_blocks * client.ready.block_size
         self._output_processor = OutputProcessor(self.tokenizer)
         self._generations: dict[str, Generation] = {}  # by request id
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -98,11 +97,17 @@ class AsyncEngine:
         config = resolve(config)
         decoder = load_decoder_config(Path(config.model.path))
         tokenizer = Tokenizer.from_folder(Path(config.model.tokenizer or config.model.path))
-        input_processor = InputProcessor(config, decoder, tokenizer, draws_random_seeds=True)
         max_tokens = None
         if config.model.generation_config == "auto" and "max_tokens" in decoder.default_sampling:
             max_tokens = int(decoder.default_sampling["max_tokens"])
         client = SubprocessClient(config, log_level=log_level)
+        input_processor = InputProcessor(
+            config,
+            decoder,
+            tokenizer,
+            num_kv_slots=client.ready.num_kv_slots,
+            draws_random_seeds=True,
+        )
         return cls(client, input_processor, max_tokens)
 
     @property
@@ -117,16 +122,7 @@ class AsyncEngine:
 
     async def prepare(self, work: Callable[[], list[PreparedRequest]]) -> list[PreparedRequest]:
         """Run `work`, which tokenises, off the event loop. Raises what it raises."""
-        prepared = await asyncio.to_thread(work)
-        for request in prepared:
-            num_tokens = len(request.prompt_token_ids)
-            if num_tokens >= self._num_slots:
-                raise InvalidRequest(
-                    f"prompt is {num_tokens} tokens long; the KV cache holds {self._num_slots}, "
-                    "one of them for output",
-                    "prompt",
-                )
-        return prepared
+        return await asyncio.to_thread(work)
 
     def generate(self, prepared: Sequence[PreparedRequest], kind: OutputKind) -> Generation:
         """Send prompts to the core. Raises `EngineDead`; close the result when done with it."""

@@ -42,6 +42,7 @@ class WorkerInfo:
     kv_cache: KVCacheConfig
     token_budget: int
     max_num_requests: int
+    num_lookahead_tokens: int  # KV slots that proposers write past the target's last token
     step_seconds: float  # predicted for a full step
     numerics_id: str
 
@@ -92,6 +93,7 @@ class Worker:
             kv_cache=kv_cache,
             token_budget=token_budget,
             max_num_requests=max_num_requests,
+            num_lookahead_tokens=self.proposer.num_lookahead_tokens,
             step_seconds=step_seconds,
             numerics_id=numerics_id(config, self.backend),
         )

@@ -104,8 +104,8 @@ def test_rows_stay_put_while_others_come_and_go():
     harness.step(
         plan_of(
             0,
-            {r: 4 for r in "abc"},
-            {r: 0 for r in "abc"},
+            dict.fromkeys("abc", 4),
+            dict.fromkeys("abc", 0),
             new_requests=[new(r, [1, 2, 3, 4], 4, 0) for r in "abc"],
         )
     )

@@ -30,7 +30,7 @@ def byte_level_metadata(pre: str | None, **changes: Any) -> dict[str, Any]:
         *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         *(merge.replace(" ", "") for merge in MERGES),
     ]
-    tokens += ["<bos>", "<eos>", "<tool>", "[PAD0]", "ĠwholeĠword"]
+    tokens += ["<bos>", "<eos>", "<tool>", "[PAD0]", "Ġwhole"]
     num_plain = len(tokens) - 5
     keys = {
         "model": "gpt2",
@@ -107,6 +107,11 @@ def test_control_tokens_are_special_and_user_defined_ones_are_text() -> None:
     assert tokenizer.decode(ids) == "a<tool>b"
     assert tokenizer.decode(ids, skip_special_tokens=False) == "a<eos><tool>b"
     assert len(ids) == 4
+
+
+def test_llama3_takes_a_word_of_the_vocabulary_whole_though_no_merge_reaches_it() -> None:
+    assert pieces(tokenizer_from(byte_level_metadata("llama-bpe")), " whole") == [" whole"]
+    assert pieces(tokenizer_from(byte_level_metadata("gpt-2")), " whole") == list(" whole")
 
 
 def test_embedding_padding_decodes_to_nothing_and_is_never_encoded() -> None:
@@ -197,6 +202,19 @@ def test_sentencepiece_text_survives_a_round_trip() -> None:
     tokenizer = sentencepiece_tokenizer()
     text = "the  Paris, 12 €\n😀<tool>in"
     assert tokenizer.decode(tokenizer.encode(text)) == text.replace("<tool>in", "<tool> in")
+
+
+def test_without_byte_tokens_an_unknown_stretch_is_one_unknown_token() -> None:
+    metadata = sentencepiece_metadata()
+    words = metadata["tokenizer.ggml.tokens"][259:]
+    tokenizer = tokenizer_from(
+        sentencepiece_metadata(
+            tokens=["<unk>", "<s>", "</s>", *words],
+            token_type=[2, 3, 3, *metadata["tokenizer.ggml.token_type"][259:]],
+            scores=[0.0] * 3 + metadata["tokenizer.ggml.scores"][259:],
+        )
+    )
+    assert pieces(tokenizer, "the00€ is") == [" the", "<unk>", " is"]
 
 
 def test_scores_must_match_the_tokens() -> None:

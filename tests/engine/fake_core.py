@@ -32,6 +32,7 @@ class FakeInfo:
     kv_cache: KVCacheConfig
     token_budget: int = 64
     max_num_requests: int = 4
+    num_lookahead_tokens: int = 0
     step_seconds: float = 0.01
     numerics_id: str = "fake"
 

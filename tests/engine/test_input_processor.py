@@ -36,7 +36,13 @@ def make_processor(
     decoder: DecoderConfig, draws_random_seeds: bool = False, **args: Any
 ) -> InputProcessor:
     config = EngineConfig.from_args({"max_model_len": MAX_MODEL_LEN, **args})
-    return InputProcessor(config, decoder, byte_tokenizer(), draws_random_seeds)
+    return InputProcessor(
+        config,
+        decoder,
+        byte_tokenizer(),
+        num_kv_slots=MAX_MODEL_LEN,
+        draws_random_seeds=draws_random_seeds,
+    )
 
 
 def prepare(
@@ -227,7 +233,9 @@ def test_bad_words_of_a_sentencepiece_model_have_both_forms(decoder: DecoderConf
     tokens = sentencepiece_metadata()["tokenizer.ggml.tokens"]
     config = EngineConfig.from_args({"max_model_len": MAX_MODEL_LEN})
     bigger = dataclasses.replace(decoder, vocab_size=len(tokens))
-    processor = InputProcessor(config, bigger, sentencepiece_tokenizer())
+    processor = InputProcessor(
+        config, bigger, sentencepiece_tokenizer(), num_kv_slots=MAX_MODEL_LEN
+    )
     (child,) = prepare(processor, bad_words=["the"]).children
     forms = [[tokens[i] for i in token_ids] for token_ids in child.bad_words_token_ids]
     assert forms == [["t", "he"], ["▁the"]]
@@ -237,7 +245,9 @@ def test_bad_words_of_smollm2_are_single_tokens(decoder: DecoderConfig) -> None:
     tokenizer = smollm2_tokenizer()
     config = EngineConfig.from_args({"max_model_len": MAX_MODEL_LEN})
     bigger = dataclasses.replace(decoder, vocab_size=tokenizer.vocab_size)
-    (child,) = prepare(InputProcessor(config, bigger, tokenizer), bad_words=["the"]).children
+    (child,) = prepare(
+        InputProcessor(config, bigger, tokenizer, num_kv_slots=64), bad_words=["the"]
+    ).children
     texts = [[tokenizer.token_text(i) for i in ids] for ids in child.bad_words_token_ids]
     assert texts == [["the"], [" the"]]
 
@@ -247,3 +257,11 @@ def test_a_chat_text_gets_no_second_bos(processor: InputProcessor) -> None:
         "r", "<s>hi", SamplingParams(), arrival_time=0.0, add_special_tokens=False
     )
     assert prepared.prompt_token_ids == [tiny.BOS_TOKEN_ID, *b"hi"]
+
+
+def test_a_prompt_that_the_kv_cache_cannot_hold_is_refused_with_both_numbers(decoder) -> None:
+    config = EngineConfig.from_args({"max_model_len": MAX_MODEL_LEN})
+    processor = InputProcessor(config, decoder, byte_tokenizer(), num_kv_slots=20)
+    assert prepare(processor, "x" * 19).prompt_token_ids
+    with pytest.raises(InvalidRequest, match="20 tokens long; at most 19 fit into the KV cache"):
+        prepare(processor, "x" * 20)

@@ -177,11 +177,11 @@ def test_cumulative_outputs_grow_and_earlier_ones_stay_as_they_were() -> None:
 
 
 def test_logprobs_start_with_the_token_and_name_the_alternatives() -> None:
-    entry = logprobs_of(([98, 97, 98], [-2.0, -0.5, -2.0], 2), ([0xF0, 99], [-3.0, -0.1], 9))
+    entry = logprobs_of(([98, 97, 98], [-2.0, -0.5, -2.0], 7), ([0xF0, 99], [-3.0, -0.1], 9))
     run = Run(logprobs=2).feed(news([98, 0xF0], logprobs=entry, finish_reason=FinishReason.LENGTH))
     first, second = run.completion.logprobs or []
     assert list(first) == [98, 97]
-    assert (first[98].logprob, first[98].rank, first[98].decoded_token) == (-2.0, 2, "b")
+    assert (first[98].logprob, first[98].rank, first[98].decoded_token) == (-2.0, 7, "b")
     assert (first[97].logprob, first[97].rank, first[97].decoded_token) == (-0.5, 1, "a")
     assert (second[0xF0].rank, second[0xF0].decoded_token) == (9, "\ufffd")
     assert run.completion.cumulative_logprob == -5.0

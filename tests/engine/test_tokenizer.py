@@ -178,6 +178,13 @@ def test_templates_see_the_variables_and_filters_that_transformers_gives() -> No
     assert text == 'hi|</s>|[{"name": "<é>"}]|7|4|x'
 
 
+def test_lines_that_hold_only_a_tag_leave_no_trace() -> None:
+    template = (
+        "{% for m in messages %}\n  {% if true %}\n{{ m.content }}!\n  {% endif %}\n{% endfor %}"
+    )
+    assert byte_tokenizer().apply_chat_template(USER, template=template) == "hi!\n"
+
+
 def test_the_sandbox_keeps_templates_from_reaching_into_python() -> None:
     with pytest.raises(InvalidRequest, match="unsafe"):
         byte_tokenizer().apply_chat_template(USER, template="{{ ''.__class__.__mro__ }}")

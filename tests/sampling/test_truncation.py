@@ -32,8 +32,17 @@ def kept(logits: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float 
 @pytest.mark.parametrize("spread", [0.1, 3.0])
 @pytest.mark.parametrize(
     ("top_k", "top_p", "min_p"),
-    [(1, 1.0, 0.0), (7, 1.0, 0.0), (0, 0.9, 0.0), (0, 0.999, 0.0), (0, 1e-6, 0.0)]
-    + [(0, 1.0, 0.2), (9, 0.8, 0.0), (9, 0.8, 0.01), (10**6, 0.7, 0.3)],
+    [
+        (1, 1.0, 0.0),
+        (7, 1.0, 0.0),
+        (0, 0.9, 0.0),
+        (0, 0.999, 0.0),
+        (0, 1e-6, 0.0),
+        (0, 1.0, 0.2),
+        (9, 0.8, 0.0),
+        (9, 0.8, 0.01),
+        (10**6, 0.7, 0.3),
+    ],
 )
 def test_survivors_equal_a_full_sort(vocab_size, spread, top_k, top_p, min_p):
     generator = torch.Generator().manual_seed(vocab_size)

@@ -112,7 +112,7 @@ def test_a_small_cache_and_processed_logprobs_are_told_apart_from_errors(
     options = ("--num-gpu-blocks-override", "4", "--logprobs-mode", "processed_logprobs")
     server = Server(checkpoint, *options)
     client = server.client()
-    with pytest.raises(openai.BadRequestError, match="64 tokens long; the KV cache holds 64") as no:
+    with pytest.raises(openai.BadRequestError, match="64 tokens long; at most 63 fit") as no:
         client.completions.create(model="tiny", prompt="x" * 64)
     assert no.value.param == "prompt"
     full = client.completions.create(**{**LONG, "prompt": "x" * 60})
