@@ -1,7 +1,12 @@
-"""What a caller gets back. vLLM's names and shapes. Torch-free."""
+"""What the engine answers: tokens from the core, and what a caller gets back. Torch-free.
+
+The caller's records have vLLM's names and shapes.
+"""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+from nano.step import TokenLogprobs
 
 
 class FinishReason(StrEnum):
@@ -11,6 +16,24 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens, or the end of the context or of the KV cache
     ABORT = "abort"  # the caller went away
     ERROR = "error"  # this request failed; `error` says why
+
+
+@dataclass(slots=True)
+class TokenOutput:
+    """The core's news of one request after a step; the front end makes text of it.
+
+    Exactly one TokenOutput of each request has a finish_reason.
+    """
+
+    request_id: str
+    new_token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None  # the stop_token_ids entry that ended it; None for EOS
+    logprobs: TokenLogprobs | None = None  # of new_token_ids
+    prompt_logprobs: TokenLogprobs | None = None  # further prompt tokens, from the second on
+    num_cached_tokens: int | None = None  # set in the first output
+    first_scheduled_time: float | None = None  # set in the first output; time.monotonic()
+    error: str | None = None  # with finish_reason "error"
 
 
 @dataclass(frozen=True, slots=True)

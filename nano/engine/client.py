@@ -18,9 +18,9 @@ from nano.engine.messages import (
     EngineRequest,
     FromCore,
     ToCore,
-    TokenOutput,
 )
 from nano.errors import EngineDead, InvalidRequest
+from nano.outputs import TokenOutput
 
 Wire = Callable[[ToCore | FromCore], ToCore | FromCore]
 

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from nano.config import EngineConfig
-from nano.engine.messages import EngineReady, EngineRequest, TokenOutput
+from nano.engine.messages import EngineReady, EngineRequest
 from nano.errors import InvalidRequest
 from nano.kv_cache.kv_cache_manager import KVCacheManager
 from nano.kv_spec import KVCacheConfig
-from nano.outputs import FinishReason
-from nano.scheduler.request import Request, RequestUpdate
+from nano.outputs import FinishReason, TokenOutput
+from nano.scheduler.request import Request
 from nano.scheduler.scheduler import Scheduler
 from nano.step import StepOutput, StepPlan
 
@@ -106,7 +106,7 @@ class EngineCore:
 
     def abort(self, request_ids: Sequence[str]) -> list[TokenOutput]:
         """End requests now; the last output of each. Unknown and finished ids are ignored."""
-        return [_to_output(update) for update in self._scheduler.abort(request_ids)]
+        return self._scheduler.abort(request_ids)
 
     def step(self) -> list[TokenOutput]:
         """Compute some tokens of some requests; what is new about them."""
@@ -114,9 +114,8 @@ class EngineCore:
         if plan.is_empty:
             return []
         output = self._executor.execute(plan)
-        updates = self._scheduler.update_from_output(plan, output)
         self._num_steps += 1
-        return [_to_output(update) for update in updates]
+        return self._scheduler.update_from_output(plan, output)
 
     def control(self, method: ControlMethod) -> dict[str, float]:
         """A maintenance call.
@@ -142,20 +141,6 @@ class EngineCore:
     def close(self) -> None:
         """Let go of the worker and its memory."""
         self._executor.close()
-
-
-def _to_output(update: RequestUpdate) -> TokenOutput:
-    return TokenOutput(
-        request_id=update.request_id,
-        new_token_ids=update.new_token_ids,
-        finish_reason=update.finish_reason,
-        stop_token_id=update.stop_token_id,
-        logprobs=update.logprobs,
-        prompt_logprobs=update.prompt_logprobs,
-        num_cached_tokens=update.num_cached_tokens,
-        first_scheduled_time=update.first_scheduled_time,
-        error=update.error,
-    )
 
 
 def build_core(config: EngineConfig) -> EngineCore:

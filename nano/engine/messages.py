@@ -3,9 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from nano.outputs import FinishReason
+from nano.outputs import TokenOutput
 from nano.sampling_params import SamplingParams
-from nano.step import TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -38,21 +37,6 @@ class ControlRequest:
 
     call_id: int
     method: Literal["reset_prefix_cache", "stats", "shutdown"]
-
-
-@dataclass(slots=True)
-class TokenOutput:
-    """News of one request. Exactly one TokenOutput of each request has a finish_reason."""
-
-    request_id: str
-    new_token_ids: list[int]
-    finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None  # the stop_token_ids entry that ended it; None for EOS
-    logprobs: TokenLogprobs | None = None  # of new_token_ids
-    prompt_logprobs: TokenLogprobs | None = None  # further prompt tokens, from the second on
-    num_cached_tokens: int | None = None  # set in the first output
-    first_scheduled_time: float | None = None  # set in the first output
-    error: str | None = None  # with finish_reason "error"
 
 
 @dataclass(slots=True)

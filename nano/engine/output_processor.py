@@ -13,7 +13,7 @@ from enum import Enum
 
 from nano.engine.detokenizer import IncrementalDetokenizer
 from nano.engine.input_processor import PreparedRequest
-from nano.engine.messages import EngineRequest, TokenOutput
+from nano.engine.messages import EngineRequest
 from nano.engine.stop_strings import StopChecker, StopMatch
 from nano.engine.tokenizer import Tokenizer
 from nano.errors import InvalidRequest
@@ -24,6 +24,7 @@ from nano.outputs import (
     PositionLogprobs,
     RequestMetrics,
     RequestOutput,
+    TokenOutput,
 )
 from nano.step import TokenLogprobs
 

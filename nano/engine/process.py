@@ -36,10 +36,10 @@ from nano.engine.messages import (
     EngineOutputs,
     EngineRequest,
     FromCore,
-    TokenOutput,
 )
 from nano.errors import NanoError
 from nano.log import get_logger, setup_logging
+from nano.outputs import TokenOutput
 
 logger = get_logger(__name__)
 

@@ -31,10 +31,10 @@ from nano.engine.messages import (
     EngineReady,
     EngineRequest,
     ToCore,
-    TokenOutput,
 )
 from nano.errors import CheckpointError, ConfigError, EngineDead
 from nano.log import get_logger
+from nano.outputs import TokenOutput
 
 logger = get_logger(__name__)
 

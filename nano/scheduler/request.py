@@ -1,13 +1,11 @@
 """Request: one prompt being continued, as the scheduler sees it. Only the scheduler writes it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
 
 from nano.kv_cache.block_hash import BlockHash
 from nano.outputs import FinishReason
 from nano.sampling_params import SamplingParams
-from nano.step import TokenLogprobs
 
 
 class RequestStatus(Enum):
@@ -129,18 +127,3 @@ class Request:
             return False
         self.stop_token_id = None if is_eos else token_id
         return True
-
-
-@dataclass(slots=True)
-class RequestUpdate:
-    """News of one request after a step. Exactly one update of each request has a finish_reason."""
-
-    request_id: str
-    new_token_ids: list[int]
-    finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None  # the stop_token_ids entry that ended it; None for EOS
-    logprobs: TokenLogprobs | None = None  # of new_token_ids
-    prompt_logprobs: TokenLogprobs | None = None  # further prompt tokens, from the second on
-    num_cached_tokens: int | None = None  # set in the first update
-    first_scheduled_time: float | None = None  # set in the first update; the scheduler's clock
-    error: str | None = None  # with finish_reason "error"

@@ -11,8 +11,8 @@ from operator import attrgetter
 
 from nano.errors import InvalidRequest
 from nano.kv_cache.kv_cache_manager import KVCacheManager, PrefixHit
-from nano.outputs import FinishReason
-from nano.scheduler.request import Request, RequestStatus, RequestUpdate
+from nano.outputs import FinishReason, TokenOutput
+from nano.scheduler.request import Request, RequestStatus
 from nano.scheduler.request_queue import Policy, make_request_queue
 from nano.step import NewRequest, StepOutput, StepPlan, TokenLogprobs
 
@@ -121,7 +121,7 @@ class Scheduler:
         self.requests[request.request_id] = request
         self.waiting.add(request)
 
-    def abort(self, request_ids: Iterable[str]) -> list[RequestUpdate]:
+    def abort(self, request_ids: Iterable[str]) -> list[TokenOutput]:
         """End requests now, also those being computed. Unknown and finished ids are ignored."""
         updates = []
         for request_id in request_ids:
@@ -278,7 +278,7 @@ class Scheduler:
             request.num_cached_tokens += num_tokens
         self._num_prefix_hit_tokens += num_tokens
 
-    def update_from_output(self, plan: StepPlan, output: StepOutput) -> list[RequestUpdate]:
+    def update_from_output(self, plan: StepPlan, output: StepOutput) -> list[TokenOutput]:
         """Apply the output of `plan`; news of the requests that have any, in the plan's order."""
         assert plan.step == self._step, f"plan {plan.step} is not the last one, {self._step}"
         assert len(output.request_ids) == len(self._in_flight), "not every request was answered"
@@ -352,8 +352,8 @@ class Scheduler:
         request.num_prompt_logprobs = stop
         return _slice(logprobs, num_known - start, stop - start)
 
-    def _report(self, request: Request, new_token_ids: list[int]) -> RequestUpdate:
-        update = RequestUpdate(
+    def _report(self, request: Request, new_token_ids: list[int]) -> TokenOutput:
+        update = TokenOutput(
             request.request_id, new_token_ids, request.finish_reason, request.stop_token_id
         )
         if not request.has_reported:
@@ -362,7 +362,7 @@ class Scheduler:
             update.first_scheduled_time = request.first_scheduled_time
         return update
 
-    def _fail(self, request: Request, error: str) -> RequestUpdate:
+    def _fail(self, request: Request, error: str) -> TokenOutput:
         self.kv_cache.forget(request)  # nobody may read what it wrote, nor what it read
         request.finish_reason = FinishReason.ERROR
         self._finish(request)

@@ -16,13 +16,12 @@ from nano.checkpoint.hf_config import load_decoder_config
 from nano.config import EngineConfig, resolve
 from nano.engine.client import EngineClient
 from nano.engine.input_processor import InputProcessor, PreparedRequest
-from nano.engine.messages import TokenOutput
 from nano.engine.output_processor import OutputKind, OutputProcessor
 from nano.engine.subprocess_client import SubprocessClient
 from nano.engine.tokenizer import Tokenizer
 from nano.errors import EngineDead
 from nano.log import get_logger
-from nano.outputs import RequestOutput
+from nano.outputs import RequestOutput, TokenOutput
 
 logger = get_logger(__name__)
 

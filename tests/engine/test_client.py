@@ -12,10 +12,10 @@ import pytest
 from nano.engine.client import EngineClient, InProcessClient
 from nano.engine.codec import decode, encode
 from nano.engine.core import EngineCore
-from nano.engine.messages import EngineHeartbeat, FromCore, ToCore, TokenOutput
+from nano.engine.messages import EngineHeartbeat, FromCore, ToCore
 from nano.engine.subprocess_client import SubprocessClient, Watchdog
 from nano.errors import CheckpointError, EngineDead, InvalidRequest
-from nano.outputs import FinishReason
+from nano.outputs import FinishReason, TokenOutput
 from tests.engine.fake_core import (
     EXIT_TOKEN,
     RAISE_TOKEN,

@@ -1,9 +1,9 @@
 import pytest
 
 from nano.engine.core import EngineCore
-from nano.engine.messages import EngineRequest, TokenOutput
+from nano.engine.messages import EngineRequest
 from nano.errors import CheckpointError
-from nano.outputs import FinishReason
+from nano.outputs import FinishReason, TokenOutput
 from tests.engine.fake_core import (
     FAIL_TOKEN,
     RAISE_TOKEN,

@@ -18,9 +18,8 @@ from nano.engine.messages import (
     EngineRequest,
     FromCore,
     ToCore,
-    TokenOutput,
 )
-from nano.outputs import FinishReason
+from nano.outputs import FinishReason, TokenOutput
 from nano.sampling_params import SamplingParams
 from nano.step import TokenLogprobs
 

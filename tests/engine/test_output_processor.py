@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nano.engine.input_processor import PreparedRequest
-from nano.engine.messages import EngineRequest, TokenOutput
+from nano.engine.messages import EngineRequest
 from nano.engine.output_processor import OutputKind, OutputProcessor
 from nano.errors import InvalidRequest
-from nano.outputs import CompletionOutput, FinishReason, RequestOutput
+from nano.outputs import CompletionOutput, FinishReason, RequestOutput, TokenOutput
 from nano.sampling_params import SamplingParams
 from nano.step import TokenLogprobs
 from tests import tiny

@@ -19,10 +19,9 @@ from nano.engine.messages import (
     EngineReady,
     FromCore,
     ToCore,
-    TokenOutput,
 )
 from nano.engine.subprocess_client import SubprocessClient
-from nano.outputs import FinishReason
+from nano.outputs import FinishReason, TokenOutput
 from tests.engine.fake_core import SLOW_TOKEN, fake_config, fake_request
 
 FAKE_CORE = (sys.executable, "-m", "tests.engine.fake_core")

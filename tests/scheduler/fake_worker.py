@@ -10,8 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nano.outputs import FinishReason
-from nano.scheduler.request import RequestUpdate
+from nano.outputs import FinishReason, TokenOutput
 from nano.scheduler.scheduler import Scheduler
 from nano.step import NewRequest, StepOutput, StepPlan, TokenLogprobs
 
@@ -203,9 +202,9 @@ class Driver:
         self.worker = worker or FakeWorker(scheduler.kv_cache.block_size)
         self.plans: list[StepPlan] = []
         self.token_ids: dict[str, list[int]] = {}
-        self.updates: dict[str, list[RequestUpdate]] = {}
+        self.updates: dict[str, list[TokenOutput]] = {}
 
-    def step(self) -> list[RequestUpdate]:
+    def step(self) -> list[TokenOutput]:
         plan = self.scheduler.schedule(now=float(len(self.plans)))
         self.scheduler.check_invariants()
         self.plans.append(plan)
@@ -215,7 +214,7 @@ class Driver:
         self.collect(updates)
         return updates
 
-    def collect(self, updates: list[RequestUpdate]) -> None:
+    def collect(self, updates: list[TokenOutput]) -> None:
         for update in updates:
             earlier = self.updates.setdefault(update.request_id, [])
             assert not (earlier and earlier[-1].finish_reason), f"{update.request_id} ended before"
