@@ -10,9 +10,9 @@ from nano.sampling.truncation import survivors, top_p_threshold
 def survivors_by_sort(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> set[int]:
     """The definition, on a full sort in float64; assumes no ties."""
     x = logits.double().numpy()
-    kept = [int(i) for i in np.argsort(-x)]
+    kept = np.argsort(-x)
     if min_p > 0:
-        kept = [i for i in kept if x[i] >= x.max() + np.log(min_p)]
+        kept = kept[x[kept] >= x.max() + np.log(min_p)]
     if top_k > 0:
         kept = kept[:top_k]
     if top_p < 1:
@@ -20,7 +20,7 @@ def survivors_by_sort(logits: torch.Tensor, top_k: int, top_p: float, min_p: flo
         p /= p.sum()
         reached = np.cumsum(p) >= top_p
         kept = kept[: int(np.argmax(reached)) + 1 if reached.any() else len(kept)]
-    return set(kept)
+    return set(kept.tolist())
 
 
 def kept(logits: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> set[int]:

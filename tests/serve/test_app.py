@@ -417,6 +417,81 @@ def a_surviving_server(server: Server, client: OpenAI) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("a_surviving_server")
+class TestUsersReports:
+    def test_hundreds_of_calls_at_once_are_all_answered(self, server: Server) -> None:  # B053
+        def call(index: int) -> dict[str, Any]:
+            body = {"prompt": f"call {index % 7}", "seed": index % 7, "max_tokens": 3}
+            with httpx.Client(base_url=server.url, timeout=60) as http:
+                reply = http.post("/v1/completions", json=body)
+            assert reply.status_code == 200
+            return reply.json()
+
+        with ThreadPoolExecutor(64) as pool:
+            pending = [pool.submit(call, index) for index in range(200)]
+            assert server.http.get("/health").status_code == 200
+            texts = [future.result()["choices"][0]["text"] for future in pending]
+        for index, text in enumerate(texts):
+            assert text == texts[index % 7]
+
+    @pytest.mark.parametrize(
+        ("route", "body"),
+        [
+            ("completions", {"prompt": "correct horse", "echo": True, "logprobs": 5, "top_k": 1}),
+            ("completions", {"prompt": "a", "logprobs": 5, "allowed_token_ids": [97]}),
+            (
+                "chat/completions",
+                {
+                    "messages": [{"role": "user", "content": "hi"}],
+                    "logprobs": True,
+                    "top_logprobs": 20,
+                    "top_p": 0.01,
+                },
+            ),
+        ],
+    )
+    def test_every_logprob_is_a_finite_number(  # B054
+        self, server: Server, route: str, body: dict[str, Any]
+    ) -> None:
+        reply = server.http.post(f"/v1/{route}", json={"max_tokens": 3, **body})
+        assert reply.status_code == 200
+
+        def refuse(constant: str) -> None:
+            raise AssertionError(f"{constant} is not JSON")
+
+        json.loads(reply.text, parse_constant=refuse)
+
+    def test_choices_of_one_seed_differ_repeat_and_end_on_their_own(  # B063
+        self, client: OpenAI
+    ) -> None:
+        prompt = "x" * 40
+        call: dict[str, Any] = {
+            "model": "tiny",
+            "prompt": prompt,
+            "seed": 5,
+            "n": 4,
+            "max_tokens": 30,
+            "extra_body": {"allowed_token_ids": [46, 97, 98, 99]},
+            "stop": ["."],
+        }
+        first, second = (client.completions.create(**call) for _ in range(2))
+        texts = [choice.text for choice in first.choices]
+        assert texts == [choice.text for choice in second.choices]
+        assert len(set(texts)) > 1
+        assert [choice.index for choice in first.choices] == [0, 1, 2, 3]
+        assert all(c.finish_reason == "stop" or len(c.text) == 30 for c in first.choices)
+        assert first.usage is not None
+        assert first.usage.prompt_tokens == 40
+        ends = [len(c.text) + (c.finish_reason == "stop") for c in first.choices]
+        assert first.usage.completion_tokens == sum(ends)
+        streamed = [""] * 4
+        for chunk in client.completions.create(**call, stream=True):
+            for choice in chunk.choices:
+                streamed[choice.index] += choice.text
+        assert streamed == texts
+        greedy = client.completions.create(**{**call, "temperature": 0})
+        assert len({choice.text for choice in greedy.choices}) == 1
+
+
 class TestRefusals:
     @pytest.mark.parametrize("prompt", BAD_PROMPTS, ids=lambda prompt: repr(prompt)[:20])
     def test_a_bad_prompt(self, server: Server, prompt: Any) -> None:

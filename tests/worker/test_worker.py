@@ -1,0 +1,114 @@
+"""What the worker measures and allocates, and a step whose logits come in pieces."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import pytest
+
+from nano import LLM, SamplingParams
+from nano.attention.cpu_backend import CpuBackend
+from nano.attention.reference_backend import ReferenceBackend
+from nano.config import EngineConfig, resolve
+from nano.errors import ConfigError
+from nano.worker import model_runner
+from nano.worker.worker import Worker, WorkerInfo, numerics_id
+from tests.tiny import make_checkpoint
+
+BYTES_PER_BLOCK = 2 * 2 * 16 * 2 * 16 * 4  # layers, k and v, tokens, heads, head_dim, float32
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("worker"))
+
+
+def load(checkpoint: Path, **engine_args) -> WorkerInfo:
+    config = resolve(EngineConfig.from_args({"model": str(checkpoint), **engine_args}))
+    return Worker(config).load(show_progress=False)
+
+
+def test_the_number_of_blocks_is_as_told(checkpoint):
+    info = load(checkpoint, num_gpu_blocks_override=7)
+    assert info.kv_cache.num_blocks == 7
+    assert info.kv_cache.bytes_per_block == BYTES_PER_BLOCK
+
+
+def test_the_number_of_blocks_fits_the_bytes(checkpoint):
+    info = load(checkpoint, kv_cache_memory_bytes=10 * BYTES_PER_BLOCK + BYTES_PER_BLOCK // 2)
+    assert info.kv_cache.num_blocks == 10
+    with pytest.raises(ConfigError, match=f"no room for one block of {BYTES_PER_BLOCK} bytes"):
+        load(checkpoint, kv_cache_memory_bytes=BYTES_PER_BLOCK - 1)
+
+
+def test_without_a_limit_the_cache_is_a_share_of_free_memory_but_no_more_than_useful(
+    checkpoint, caplog, monkeypatch
+):
+    with caplog.at_level("INFO", logger="nano"):
+        info = load(checkpoint, max_num_seqs=3, max_num_batched_tokens=64)
+    assert info.kv_cache.num_blocks == 3 * 512 // 16
+    assert "40% of" in caplog.text
+    monkeypatch.setattr("nano.device.CpuDevice.free_memory", lambda self: 80 * BYTES_PER_BLOCK)
+    assert load(checkpoint, gpu_memory_utilization=0.25).kv_cache.num_blocks == 20
+
+
+def test_the_token_budget_is_measured_and_logged_unless_told(checkpoint, caplog):
+    with caplog.at_level("INFO", logger="nano"):
+        info = load(checkpoint, num_gpu_blocks_override=64)
+    assert info.token_budget % 16 == 0
+    assert 16 <= info.token_budget <= 8192
+    assert f"max_num_batched_tokens: {info.token_budget} (measured" in caplog.text
+    assert info.step_seconds <= 0.5
+    assert load(checkpoint, max_num_batched_tokens=100).token_budget == 100
+
+
+def test_every_running_request_has_room_in_the_budget(checkpoint):
+    info = load(checkpoint, max_num_batched_tokens=5, max_num_seqs=64, num_gpu_blocks_override=64)
+    assert info.max_num_requests == 5
+
+
+def test_the_numerics_id_names_weights_dtype_and_kernels(checkpoint, tmp_path):
+    config = resolve(EngineConfig.from_args({"model": str(checkpoint)}))
+    backend = CpuBackend(16, 0.25)
+    ours = numerics_id(config, backend)
+    assert ours == numerics_id(config, backend)
+    shutil.copytree(checkpoint, tmp_path / "copy")
+    other = make_checkpoint(tmp_path / "other", seed=1)
+
+    def having(**options) -> EngineConfig:
+        return dataclasses.replace(config, model=dataclasses.replace(config.model, **options))
+
+    assert numerics_id(having(path=str(tmp_path / "copy")), backend) == ours
+    different = {
+        numerics_id(having(path=str(other)), backend),
+        numerics_id(having(dtype="float64"), backend),
+        numerics_id(config, ReferenceBackend(16, 0.25)),
+        ours,
+    }
+    assert len(different) == 4
+
+
+def test_dummy_weights_run(checkpoint):
+    with LLM(checkpoint, load_format="dummy", max_num_batched_tokens=64) as llm:
+        output = llm.generate("abc", SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+    assert len(output[0].outputs[0].token_ids) == 3
+
+
+def test_logits_in_pieces_of_any_size_give_the_same_tokens_and_logprobs(checkpoint, monkeypatch):
+    params = SamplingParams(
+        temperature=0.9, seed=4, max_tokens=5, logprobs=2, prompt_logprobs=3, ignore_eos=True
+    )
+    results = []
+    for num_rows in (1000, 3, 1):
+        monkeypatch.setattr(model_runner, "_MAX_LOGITS_BYTES", num_rows * 260 * 8)
+        with LLM(checkpoint, dtype="float64", max_num_batched_tokens=128) as llm:
+            outputs = llm.generate(["one", "a second prompt", "x"], params, use_tqdm=False)
+        results.append(outputs)
+    for outputs in results[1:]:
+        for output, whole in zip(outputs, results[0]):
+            assert output.outputs[0].token_ids == whole.outputs[0].token_ids
+            assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+            for ours, expected in zip(output.prompt_logprobs[1:], whole.prompt_logprobs[1:]):
+                assert list(ours) == list(expected)
+                for token_id in expected:
+                    assert ours[token_id].logprob == pytest.approx(expected[token_id].logprob)
