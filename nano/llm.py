@@ -136,7 +136,7 @@ class LLM:
     def get_tokenizer(self) -> Tokenizer:
         return self.tokenizer
 
-    def default_sampling_params(self) -> SamplingParams:
+    def get_default_sampling_params(self) -> SamplingParams:
         """What a request without sampling parameters gets: generation_config.json's values."""
         return self._inputs.default_sampling_params()
 

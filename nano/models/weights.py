@@ -94,7 +94,10 @@ def _fill_from_files(model: Decoder, folder: Path, show_progress: bool) -> None:
     slots = weight_slots(model)
     ignored = {name for name in files.names if _is_ignored(name, model.config)}
     _check_names(files, slots, ignored, folder)
-    with tqdm(total=len(slots), desc="weights", disable=not show_progress) as progress:
+    # None: a bar on a terminal, silence in a log file.
+    with tqdm(
+        total=len(slots), desc="weights", disable=None if show_progress else True
+    ) as progress:
         for file, names in files.names_by_file.items():
             wanted = [name for name in names if name not in ignored]
             for name, tensor in read_tensors(file, wanted):
