@@ -56,7 +56,7 @@ class SchedulerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
-    backend: Literal["auto", "cpu", "reference"] = "auto"
+    backend: Literal["auto", "cpu", "torch", "reference"] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)

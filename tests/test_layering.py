@@ -27,14 +27,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "device": set(),
     "kv_cache": set(),
     "scheduler": {"kv_cache"},
-    "attention": {"device"},
-    "layers": {"attention"},
+    "native": set(),
+    "attention": {"device", "native"},
+    "layers": {"attention", "native"},
     "models": {"attention", "layers"},
     "compile": {"device"},
     "batch": {"attention", "device"},
     "sampling": {"batch", "device"},
     "spec": {"attention", "batch", "compile", "device", "models", "sampling"},
-    "worker": {"attention", "batch", "compile", "device", "models", "sampling", "spec"},
+    "worker": {"attention", "batch", "compile", "device", "layers", "models", "sampling", "spec"},
     "engine": {"kv_cache", "scheduler", "worker"},
     "llm": {"engine"},
     "generate": {"llm"},
@@ -55,6 +56,7 @@ LEAF_MAY_IMPORT: dict[str, set[str]] = {
 ONLY_FROM: dict[str, set[str]] = {
     "nano.worker": {"engine.core", "worker"},  # the core builds the executor, and nothing else
     "nano.attention.cpu_backend": {"attention.select"},
+    "nano.attention.torch_backend": {"attention.select"},
     "nano.attention.reference_backend": {"attention.select"},
     "nano.attention.select": {"worker.worker"},
 }
@@ -68,7 +70,14 @@ TORCH_CUDA_FILES = {
 }
 PROPOSER_NAMES = r"\b(ngram|draft_model|self_quant|eagle|suffix_decoding)\b"
 # Host syncs: reading device values inside a step. The sampler's own results are the one place.
-SYNC_FREE = ["models", "layers", "attention/op.py", "attention/cpu_backend.py", "compile"]
+SYNC_FREE = [
+    "models",
+    "layers",
+    "attention/op.py",
+    "attention/cpu_backend.py",
+    "attention/torch_backend.py",
+    "compile",
+]
 
 FILES = sorted(NANO.rglob("*.py"))
 

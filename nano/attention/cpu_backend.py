@@ -1,20 +1,24 @@
-"""Paged attention on CPU with torch's own kernels: gather each request's KV, attend, done.
+"""Paged attention on CPU by our own kernel: fixed order, so equal bits in any batch."""
 
-T tokens, H query heads, KVH key/value heads, D head dim, S tokens of one request.
-"""
+import ctypes
+from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from nano.attention.backend import AttentionBackend, AttentionMetadata
 from nano.kv_spec import LayerKVSpec
+from nano.native.build import load_library
+
+_SOURCE = Path(__file__).with_name("cpu_attention.cpp")
+_LANES = 8
 
 
 class CpuBackend(AttentionBackend):
-    """One SDPA call per request over its gathered blocks.
+    """float32, any block size, any head_dim that is a multiple of 8 (see cpu_attention.cpp).
 
-    Cache layout: [2, num_blocks, block_size, KVH, D], so a request's gather copies whole blocks.
+    Cache layout: [num_blocks, 2, KVH, block_size, D], so a head reads whole blocks in a row.
     """
 
     name = "cpu"
@@ -23,40 +27,61 @@ class CpuBackend(AttentionBackend):
     def unsupported_reason(cls, spec: LayerKVSpec, device: torch.device) -> str | None:
         if device.type != "cpu":
             return f"it runs on cpu only, not on {device.type}"
+        if spec.dtype != "float32":
+            return f"it computes in float32 only, not in {spec.dtype}"
+        if spec.head_dim % _LANES:
+            return f"it needs a head_dim that is a multiple of {_LANES}, not {spec.head_dim}"
+        if _kernels() is None:
+            return "it needs a C++ compiler"
         return None
 
     def kv_cache_shape(self, spec: LayerKVSpec, num_blocks: int) -> tuple[int, ...]:
-        return (2, num_blocks, self.block_size, spec.num_kv_heads, spec.head_dim)
+        return (num_blocks, 2, spec.num_kv_heads, self.block_size, spec.head_dim)
 
     def plan(self, metadata: AttentionMetadata) -> None:
         self.metadata = metadata
-        self._slots = metadata.slot_mapping[: metadata.num_tokens]  # padding comes last
-        # A query over part of its sequence needs a mask; it is the same in every layer.
-        self._requests: list[tuple[int, int, int, Tensor, Tensor | None]] = []
-        for request in range(metadata.num_requests):
-            start, end = metadata.query_start_loc[request : request + 2].tolist()
-            seq_len = int(metadata.seq_lens[request])
-            num_blocks = -(-seq_len // self.block_size)
-            blocks = metadata.block_table[request, :num_blocks]
-            mask = None
-            if end - start > 1:
-                mask = torch.ones(end - start, seq_len, dtype=torch.bool)
-                mask = mask.tril_(diagonal=seq_len - (end - start))  # bottom-right causal
-            self._requests.append((start, end, seq_len, blocks, mask))
+        self._table = metadata.block_table.contiguous()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, out: Tensor) -> None:
-        num_tokens = self.metadata.num_tokens
-        keys, values = kv_cache.flatten(1, 2)  # [num_slots, KVH, D] each
-        keys.index_copy_(0, self._slots, k[:num_tokens])
-        values.index_copy_(0, self._slots, v[:num_tokens])
-        for start, end, seq_len, blocks, mask in self._requests:
-            gathered = kv_cache[:, blocks].flatten(1, 2)[:, :seq_len]  # [2, S, KVH, D]
-            attended = scaled_dot_product_attention(
-                q[start:end].transpose(0, 1)[None],
-                gathered[0].transpose(0, 1)[None],
-                gathered[1].transpose(0, 1)[None],
-                attn_mask=mask,
-                scale=self.scale,
-                enable_gqa=True,
-            )
-            out[start:end] = attended[0].transpose(0, 1)
+        library, meta = _kernels(), self.metadata
+        assert library is not None
+        assert out.is_contiguous()
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        num_kv_heads, head_dim = k.shape[1:]
+        library.nano_write_kv(
+            k.data_ptr(),
+            v.data_ptr(),
+            kv_cache.data_ptr(),
+            meta.slot_mapping.data_ptr(),
+            meta.num_tokens,
+            num_kv_heads,
+            self.block_size,
+            head_dim,
+        )
+        library.nano_attention(
+            q.data_ptr(),
+            out.data_ptr(),
+            kv_cache.data_ptr(),
+            self._table.data_ptr(),
+            meta.query_start_loc.ctypes.data,
+            meta.seq_lens.ctypes.data,
+            meta.num_requests,
+            self._table.shape[1],
+            q.shape[1],
+            num_kv_heads,
+            self.block_size,
+            head_dim,
+            self.scale,
+        )
+
+
+@cache
+def _kernels() -> ctypes.CDLL | None:
+    library = load_library(_SOURCE)
+    if library is not None:
+        # Always declared: undeclared arguments are passed as 32-bit integers.
+        pointer, integer = ctypes.c_void_p, ctypes.c_long
+        library.nano_write_kv.argtypes = [pointer] * 4 + [integer] * 4
+        library.nano_attention.argtypes = [pointer] * 6 + [integer] * 6 + [ctypes.c_float]
+        library.nano_write_kv.restype = library.nano_attention.restype = None
+    return library

@@ -5,14 +5,19 @@ import torch
 from nano.attention.backend import AttentionBackend
 from nano.attention.cpu_backend import CpuBackend
 from nano.attention.reference_backend import ReferenceBackend
+from nano.attention.torch_backend import TorchBackend
 from nano.errors import ConfigError
 from nano.kv_spec import LayerKVSpec
 from nano.log import get_logger
 
 logger = get_logger(__name__)
 
-_BY_NAME: dict[str, type[AttentionBackend]] = {"cpu": CpuBackend, "reference": ReferenceBackend}
-_PREFERENCE = {"cpu": ("cpu", "reference")}
+_BY_NAME: dict[str, type[AttentionBackend]] = {
+    "cpu": CpuBackend,
+    "torch": TorchBackend,
+    "reference": ReferenceBackend,
+}
+_PREFERENCE = {"cpu": ("cpu", "torch")}
 
 
 def select_backend(

@@ -6,18 +6,35 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from nano.layers.cpu_linear import PackedWeight
+
 
 class Linear(nn.Module):
-    """x [T, in] -> [T, out]. The parameters are uninitialised: a loader fills them."""
+    """x [T, in] -> [T, out]. The parameters are uninitialised: a loader fills them.
 
+    `pack` may then trade them for a layout that our CPU kernel reads.
+    """
+
+    weight: nn.Parameter | None
     bias: nn.Parameter | None
+    packed: PackedWeight | None
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+        self.packed = None
+
+    def pack(self) -> None:
+        assert self.weight is not None
+        self.packed = PackedWeight(self.weight, self.bias)
+        self.weight = self.bias = None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.packed is not None:
+            out: Tensor = self.packed(x)
+            return out
+        assert self.weight is not None
         return functional.linear(x, self.weight, self.bias)
 
 

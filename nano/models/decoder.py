@@ -68,6 +68,14 @@ class Decoder(nn.Module):
         logits: Tensor = self.lm_head(hidden)
         return logits
 
+    def pack(self) -> None:
+        """Trade filled weights for the layout of our CPU kernel. Only for float32 on a CPU."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack()
+        if self.lm_head is None:
+            self.embed_tokens.pack()
+
     def kv_specs(self, dtype: str) -> list[LayerKVSpec]:
         """What each layer caches when keys and values are stored as `dtype`, by layer_index."""
         config = self.config

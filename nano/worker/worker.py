@@ -19,6 +19,7 @@ from nano.config import EngineConfig
 from nano.device import make_device
 from nano.errors import ConfigError
 from nano.kv_spec import KVCacheConfig, LayerKVSpec
+from nano.layers.cpu_linear import PackedWeight
 from nano.log import get_logger
 from nano.models.weights import load_model
 from nano.sampling.sampler import Sampler
@@ -72,6 +73,7 @@ class Worker:
             load_format=config.model.load_format,
             show_progress=show_progress,
         )
+        self._packs = self._pack_weights()
         self.model_forward = compile_model(self.model, config.compile.mode)
         self.proposer = make_proposer()
         layers = [*self.model.kv_specs(config.model.dtype), *self.proposer.kv_layers()]
@@ -95,8 +97,23 @@ class Worker:
             max_num_requests=max_num_requests,
             num_lookahead_tokens=self.proposer.num_lookahead_tokens,
             step_seconds=step_seconds,
-            numerics_id=numerics_id(config, self.backend),
+            numerics_id=numerics_id(config, self.backend, self._packs),
         )
+
+    def _pack_weights(self) -> bool:
+        """Hand the weights to our CPU kernel if it is there; whether it was."""
+        if self.config.model.dtype != "float32" or not PackedWeight.is_available():
+            logger.info("linear layers: torch's kernels; their last bits depend on the batch")
+            return False
+        started = time.perf_counter()
+        self.model.pack()
+        num_bytes = sum(buffer.nbytes for buffer in self.model.buffers())
+        logger.info(
+            "linear layers: native kernels, %.2f GB packed in %.1f s",
+            num_bytes / 1e9,
+            time.perf_counter() - started,
+        )
+        return True
 
     def execute(self, plan: StepPlan) -> StepOutput:
         return self.runner.execute(plan)
@@ -208,7 +225,7 @@ class Worker:
         return num_blocks
 
 
-def numerics_id(config: EngineConfig, backend: AttentionBackend) -> str:
+def numerics_id(config: EngineConfig, backend: AttentionBackend, packs: bool) -> str:
     """Names how numbers come about: weights, kernels, machine, mode. Same id, same bits.
 
     It roots the block-hash chain and is the OpenAI `system_fingerprint`.
@@ -219,6 +236,7 @@ def numerics_id(config: EngineConfig, backend: AttentionBackend) -> str:
         f"dtype={config.model.dtype}",
         f"max_model_len={config.model.max_model_len}",  # the base of dynamic RoPE
         f"attention={backend.name}",
+        f"linear={'native' if packs else 'torch'}",
         f"mode={config.compile.mode}",
         f"torch={torch.__version__}",
         f"cpu={torch.backends.cpu.get_cpu_capability()}",

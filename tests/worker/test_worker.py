@@ -70,22 +70,23 @@ def test_every_running_request_has_room_in_the_budget(checkpoint):
 def test_the_numerics_id_names_weights_dtype_and_kernels(checkpoint, tmp_path):
     config = resolve(EngineConfig.from_args({"model": str(checkpoint)}))
     backend = CpuBackend(16, 0.25)
-    ours = numerics_id(config, backend)
-    assert ours == numerics_id(config, backend)
+    ours = numerics_id(config, backend, packs=True)
+    assert ours == numerics_id(config, backend, packs=True)
     shutil.copytree(checkpoint, tmp_path / "copy")
     other = make_checkpoint(tmp_path / "other", seed=1)
 
     def having(**options) -> EngineConfig:
         return dataclasses.replace(config, model=dataclasses.replace(config.model, **options))
 
-    assert numerics_id(having(path=str(tmp_path / "copy")), backend) == ours
+    assert numerics_id(having(path=str(tmp_path / "copy")), backend, packs=True) == ours
     different = {
-        numerics_id(having(path=str(other)), backend),
-        numerics_id(having(dtype="float64"), backend),
-        numerics_id(config, ReferenceBackend(16, 0.25)),
+        numerics_id(having(path=str(other)), backend, packs=True),
+        numerics_id(having(dtype="float64"), backend, packs=True),
+        numerics_id(config, ReferenceBackend(16, 0.25), packs=True),
+        numerics_id(config, backend, packs=False),
         ours,
     }
-    assert len(different) == 4
+    assert len(different) == 5
 
 
 def test_dummy_weights_run(checkpoint):

@@ -1,0 +1,62 @@
+"""Paged attention with torch's own kernels: gather each request's KV, attend, done.
+
+T tokens, H query heads, KVH key/value heads, D head dim, S tokens of one request.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from nano.attention.backend import AttentionBackend, AttentionMetadata
+from nano.kv_spec import LayerKVSpec
+
+
+class TorchBackend(AttentionBackend):
+    """One SDPA call per request over its gathered blocks.
+
+    Cache layout: [2, num_blocks, block_size, KVH, D], so a request's gather copies whole blocks.
+    """
+
+    name = "torch"
+
+    @classmethod
+    def unsupported_reason(cls, spec: LayerKVSpec, device: torch.device) -> str | None:
+        if device.type != "cpu":
+            return f"it runs on cpu only, not on {device.type}"
+        return None
+
+    def kv_cache_shape(self, spec: LayerKVSpec, num_blocks: int) -> tuple[int, ...]:
+        return (2, num_blocks, self.block_size, spec.num_kv_heads, spec.head_dim)
+
+    def plan(self, metadata: AttentionMetadata) -> None:
+        self.metadata = metadata
+        self._slots = metadata.slot_mapping[: metadata.num_tokens]  # padding comes last
+        # A query over part of its sequence needs a mask; it is the same in every layer.
+        self._requests: list[tuple[int, int, int, Tensor, Tensor | None]] = []
+        for request in range(metadata.num_requests):
+            start, end = metadata.query_start_loc[request : request + 2].tolist()
+            seq_len = int(metadata.seq_lens[request])
+            num_blocks = -(-seq_len // self.block_size)
+            blocks = metadata.block_table[request, :num_blocks]
+            mask = None
+            if end - start > 1:
+                mask = torch.ones(end - start, seq_len, dtype=torch.bool)
+                mask = mask.tril_(diagonal=seq_len - (end - start))  # bottom-right causal
+            self._requests.append((start, end, seq_len, blocks, mask))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, out: Tensor) -> None:
+        num_tokens = self.metadata.num_tokens
+        keys, values = kv_cache.flatten(1, 2)  # [num_slots, KVH, D] each
+        keys.index_copy_(0, self._slots, k[:num_tokens])
+        values.index_copy_(0, self._slots, v[:num_tokens])
+        for start, end, seq_len, blocks, mask in self._requests:
+            gathered = kv_cache[:, blocks].flatten(1, 2)[:, :seq_len]  # [2, S, KVH, D]
+            attended = scaled_dot_product_attention(
+                q[start:end].transpose(0, 1)[None],
+                gathered[0].transpose(0, 1)[None],
+                gathered[1].transpose(0, 1)[None],
+                attn_mask=mask,
+                scale=self.scale,
+                enable_gqa=True,
+            )
+            out[start:end] = attended[0].transpose(0, 1)
