@@ -192,8 +192,6 @@ def resolve(config: EngineConfig) -> EngineConfig:
         dtype = "float32"
         logger.info("dtype: float32 (auto on CPU; the checkpoint says %s)", decoder.dtype)
     mode = config.compile.mode
-    if mode == "compiled":
-        raise ConfigError("compile mode 'compiled' is not built yet; use 'eager' or 'auto'")
     if mode == "auto":
         mode = "eager"
     return dataclasses.replace(

@@ -74,7 +74,9 @@ class Worker:
             show_progress=show_progress,
         )
         self._packs = self._pack_weights()
-        self.model_forward = compile_model(self.model, config.compile.mode)
+        self.model_forward = compile_model(
+            self.model, config.compile.mode, split_ops=("nano::attention",)
+        )
         self.proposer = make_proposer()
         layers = [*self.model.kv_specs(config.model.dtype), *self.proposer.kv_layers()]
         backend_class = select_backend(config.attention.backend, layers, self.device.torch_device)
