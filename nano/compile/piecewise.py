@@ -188,7 +188,7 @@ def _split_call(module: torch.nn.Module, call: fx.Node) -> tuple[Any, list[Any]]
 def _op_name(node: fx.Node) -> str | None:
     """namespace::op, if `node` calls a torch op."""
     if isinstance(node.target, torch._ops.OpOverload):
-        return node.target.name().partition(".")[0]
+        return str(node.target.name()).partition(".")[0]
     if isinstance(node.target, torch._ops.OpOverloadPacket):
         return str(node.target._qualified_op_name)
     return None
