@@ -8,7 +8,7 @@ ARGS ?=
 export OMP_WAIT_POLICY ?= passive
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: serve test lint types unit slow bench lines format clean
+.PHONY: serve test bench format clean
 
 ## serve the demo model, or `make serve ARGS="--model PATH --port 8080"`
 serve: $(VENV)/serve.stamp

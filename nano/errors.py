@@ -8,12 +8,14 @@ class NanoError(Exception):
 class InvalidRequest(NanoError, ValueError):
     """One request cannot be served as asked. Only that request fails.
 
-    `param` is the name of the offending field, for OpenAI's error body.
+    `param` is the name of the offending field and `code` OpenAI's word for what is wrong, for its
+    error body.
     """
 
-    def __init__(self, message: str, param: str | None = None):
+    def __init__(self, message: str, param: str | None = None, code: str | None = None):
         super().__init__(message)
         self.param = param
+        self.code = code
 
 
 class ConfigError(NanoError, ValueError):

@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from nano.config import ENGINE_ARGS, add_engine_arguments
-from nano.errors import NanoError
+from nano.errors import NanoError, RequestFailed
 from nano.llm import LLM
 from nano.log import setup_logging
 from nano.sampling_params import SamplingParams
@@ -34,7 +34,10 @@ def main() -> int:
             else:
                 stream = llm.generate(args.prompt, params, stream=True)
             for output in stream:
-                print(output.outputs[0].text, end="", flush=True)
+                completion = output.outputs[0]
+                print(completion.text, end="", flush=True)
+                if completion.error is not None:
+                    raise RequestFailed(completion.error)
             print()
     except NanoError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -122,7 +122,7 @@ class LLM:
         conversations = cast("list[list[Message]]", [messages] if single else list(messages))
         texts = [
             self.tokenizer.apply_chat_template(
-                list(conversation),
+                _as_texts(conversation),
                 add_generation_prompt=add_generation_prompt,
                 template=chat_template,
                 **(chat_template_kwargs or {}),
@@ -262,6 +262,28 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     if prompts and isinstance(prompts[0], int):
         return [cast("Sequence[int]", prompts)]
     return cast("Sequence[Prompt]", prompts)
+
+
+def _as_texts(conversation: Sequence[Message]) -> list[Message]:
+    """Messages whose content is text, which is what templates print; as the server has it."""
+    if not conversation:
+        raise InvalidRequest("messages must hold at least one message, got 0", "messages")
+    messages: list[Message] = []
+    for message in conversation:
+        content = message.get("content", "")
+        if content is None and message.get("role") == "assistant":  # it may have been tool calls
+            content = ""
+        elif isinstance(content, list) and all(
+            isinstance(part, Mapping) and part.get("type") == "text" for part in content
+        ):
+            content = "\n".join(part["text"] for part in content)
+        elif not isinstance(content, str):
+            raise InvalidRequest(
+                f"content of a message must be a string or a list of text parts, got {content!r}",
+                "messages",
+            )
+        messages.append({**message, "content": content})
+    return messages
 
 
 def _unpack(prompt: Prompt) -> tuple[str | Sequence[int], str | None]:

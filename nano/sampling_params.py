@@ -57,7 +57,20 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
             raise InvalidRequest(f"{name} must hold strings only, got {item!r}", name)
         if not item:
             raise InvalidRequest(f"{name} must not hold an empty string", name)
+        check_text(name, item)
     return strings
+
+
+def check_text(name: str, text: str) -> None:
+    """Refuse lone surrogates: JSON can write them, but no message between processes holds them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"{name} holds the lone surrogate {text[error.start]!r} at character {error.start}, "
+            "which is not text",
+            name,
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 import math
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from nano import LLM, SamplingParams
 from nano.engine.client import InProcessClient
 from nano.errors import ConfigError, InvalidRequest
+from nano.generate import main as generate_main
 from nano.outputs import FinishReason
 from tests.engine.naive import NaiveEngine
 from tests.tiny import EOS_TOKEN_ID, VOCAB_SIZE, make_checkpoint
@@ -81,6 +83,30 @@ def test_outputs_come_in_input_order_one_per_prompt(llm):  # B052
     same = prompts[0]
     first, second = llm.generate([same, same], GREEDY, use_tqdm=False)
     assert ids(first) == ids(second)
+
+
+def test_text_parts_are_text_and_other_content_is_refused(llm):
+    plain = llm.chat([{"role": "user", "content": "a\nb"}], GREEDY, use_tqdm=False)[0]
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    output = llm.chat([{"role": "user", "content": parts}], GREEDY, use_tqdm=False)[0]
+    assert output.prompt == plain.prompt
+    empty = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]
+    assert "None" not in llm.chat(empty, GREEDY, use_tqdm=False)[0].prompt
+    for content in (None, 5, [{"type": "image_url"}], ["a"]):
+        with pytest.raises(InvalidRequest, match="content"):
+            llm.chat([{"role": "user", "content": content}], GREEDY)
+    with pytest.raises(InvalidRequest, match="at least one message"):
+        llm.chat([[]], GREEDY)
+
+
+def test_the_quick_look_tells_of_a_request_that_fails(checkpoint, tmp_path, monkeypatch, capsys):
+    broken = shutil.copytree(checkpoint, tmp_path / "nan")
+    weights = load_file(broken / "model.safetensors")
+    weights["model.norm.weight"][:] = math.nan
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    monkeypatch.setattr("sys.argv", ["nano.generate", "--model", str(broken), "Hello"])
+    assert generate_main() == 1
+    assert "error: " in capsys.readouterr().err
 
 
 def test_a_chat_is_rendered_by_the_models_template(llm):

@@ -18,9 +18,10 @@ from nano.config import EngineConfig
 from nano.engine.messages import EngineRequest
 from nano.engine.tokenizer import Tokenizer
 from nano.errors import ConfigError, InvalidRequest
-from nano.sampling_params import MAX_INT32, SamplingParams
+from nano.sampling_params import MAX_INT32, SamplingParams, check_text
 
 _SEED_LIMIT = 2**63
+_DRAWN_SEED_LIMIT = 2**53  # callers whose JSON knows only doubles can send it back
 
 
 @dataclass(slots=True)
@@ -138,12 +139,14 @@ class InputProcessor:
                 f"prompt is {len(token_ids)} tokens long; at most {self.max_model_len - 1} fit, "
                 f"which leaves one token to generate (max_model_len {self.max_model_len})",
                 "prompt",
+                "context_length_exceeded",
             )
         if len(token_ids) >= self.num_kv_slots:
             raise InvalidRequest(
                 f"prompt is {len(token_ids)} tokens long; at most {self.num_kv_slots - 1} fit into "
                 f"the KV cache, which leaves one token to generate",
                 "prompt",
+                "context_length_exceeded",
             )
         self._check_token_ids("prompt", token_ids)
         return token_ids
@@ -202,7 +205,7 @@ class InputProcessor:
 
     def _draw_seed(self) -> int:
         if self._draws_random_seeds:
-            return random.SystemRandom().randrange(_SEED_LIMIT)
+            return random.SystemRandom().randrange(_DRAWN_SEED_LIMIT)
         key = f"{self._engine_seed} {next(self._counter)}".encode()
         digest = hashlib.blake2b(key, digest_size=8).digest()
         return int.from_bytes(digest, "little") % _SEED_LIMIT
@@ -249,6 +252,8 @@ def _check_envelope(request_id: str, priority: int, cache_salt: str | None) -> N
         raise InvalidRequest(
             f"cache_salt must be a non-empty string, got {cache_salt!r}", "cache_salt"
         )
+    if cache_salt is not None:
+        check_text("cache_salt", cache_salt)
 
 
 def _child_params(params: SamplingParams, index: int) -> SamplingParams:

@@ -45,6 +45,7 @@ logger = get_logger(__name__)
 
 HEARTBEAT_SECONDS = 1.0
 IDLE_POLL_MS = 200  # an idle core notices a signal within this
+INBOX_SECONDS = 0.1  # that reading messages may hold up those who wait for a step
 PARENT_GRACE_SECONDS = 5.0  # for a step in progress when the parent is gone
 FAILURE_GRACE_MS = 3000  # for a front end to connect and hear why loading failed
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
@@ -112,9 +113,12 @@ class CoreServer:
         self._send_outputs(outputs)
 
     def _drain_inbox(self, wait_ms: int) -> None:
+        started = time.monotonic() + wait_ms / 1000
         while not self.is_stopping and self.router.poll(wait_ms):
             identity, *frames = self.router.recv_multipart()
             self._handle(identity, b"".join(frames))
+            if time.monotonic() - started > INBOX_SECONDS:
+                break
             wait_ms = 0
 
     def _handle(self, identity: bytes, data: bytes) -> None:
@@ -274,11 +278,11 @@ def main(
     parser.add_argument("--config", required=True, help="a resolved EngineConfig, as JSON")
     parser.add_argument("--log-level", default=None)
     args = parser.parse_args(argv)
-    _on_stop_signals(lambda: sys.exit(1))  # while loading there is nothing to tidy up
-    _leave_with_parent(args.folder)
-    setup_logging("core", args.log_level)
-    config = EngineConfig.from_sections(json.loads(args.config))
     try:
+        _on_stop_signals(lambda: sys.exit(1))  # while loading, the folder is all there is to tidy
+        _leave_with_parent(args.folder)  # whose order may come at once
+        setup_logging("core", args.log_level)
+        config = EngineConfig.from_sections(json.loads(args.config))
         return serve_core(args.folder, lambda: load(config))
     finally:
         _on_stop_signals(lambda: None)  # leaving already; nothing may interrupt the tidying up

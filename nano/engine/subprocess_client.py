@@ -138,10 +138,13 @@ class SubprocessClient(EngineClient):
         return self._process.pid
 
     def add(self, requests: Sequence[EngineRequest]) -> None:
+        # One message each: the core's heart must get to beat while it reads thousands of them.
+        messages = [encode(AddRequests([request])) for request in requests]
         with self._news:
             self._check_alive()
             self._live.enter(requests)
-            self._leave(AddRequests(list(requests)))
+            for message in messages:
+                self._inlet.send(message)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         with self._news:

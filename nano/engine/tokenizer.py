@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import tokenizers
 
 from nano.engine.chat_template import ChatTemplates
-from nano.errors import CheckpointError, InvalidRequest
+from nano.errors import CheckpointError
+from nano.sampling_params import check_text
 
 _METASPACE = "▁"
 _Value = TypeVar("_Value")
@@ -75,15 +76,10 @@ class Tokenizer:
         `add_special_tokens` adds what the model expects around a plain text, usually BOS. A chat
         template writes BOS itself, so encode its text without.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(
-                f"prompt holds the lone surrogate {text[error.start]!r} at character "
-                f"{error.start}, which is not text",
-                "prompt",
-            ) from error
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        check_text("prompt", text)
+        # Unlike `encode`, a batch lets other threads run: megabytes of text take seconds.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def encode_fragment(self, text: str) -> list[int]:

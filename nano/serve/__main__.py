@@ -36,11 +36,18 @@ class HttpServer(uvicorn.Server):  # type: ignore[misc]  # uvicorn has no types 
         ending.cancel()
 
 
+def _port(text: str) -> int:
+    port = int(text)
+    if not 0 <= port < 2**16:
+        raise argparse.ArgumentTypeError(f"must be in [0, {2**16 - 1}], got {port}")
+    return port
+
+
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="nano.serve", description=__doc__)
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    group.add_argument("--port", type=int, default=8000, help="0 takes a free one")
+    group.add_argument("--port", type=_port, default=8000, help="0 takes a free one")
     group.add_argument(
         "--served-model-name", nargs="+", help="names that requests may use (default: --model)"
     )

@@ -10,6 +10,8 @@ from starlette.exceptions import HTTPException
 
 from nano.errors import EngineDead, InvalidRequest
 
+MAX_SENTENCES = 8  # of one answer about a field that is wrong in many places
+
 
 class ModelNotFound(HTTPException):
     """The caller asks for a model that is not served here."""
@@ -31,7 +33,7 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
         message, param = explain_validation(error.errors())
         return 400, error_body(message, 400, param)
     if isinstance(error, InvalidRequest):
-        return 400, error_body(str(error), 400, error.param)
+        return 400, error_body(str(error), 400, error.param, error.code)
     if isinstance(error, ModelNotFound):
         return 404, error_body(error.detail, 404, "model", "model_not_found")
     if isinstance(error, HTTPException):
@@ -48,13 +50,18 @@ def explain_validation(errors: Sequence[Any]) -> tuple[str, str | None]:
         location = [str(part) for part in error["loc"] if part != "body"]
         if error["type"] == "json_invalid":
             return f"the body is not JSON: {error['ctx']['error']}", None
+        if not location and isinstance(error.get("input"), bytes):
+            return "the body is not declared as JSON; send Content-Type: application/json", None
         field = location[0] if location else ""
         if error["type"] == "extra_forbidden":
             return f"unknown parameter {'.'.join(location)!r}", field
         where = ".".join(location) or "the body"
         reasons.setdefault(field, []).append(f"{where}: {error['msg']}")
     field, sentences = next(iter(reasons.items()))
-    return "; ".join(sentences), field or None
+    shown = sentences[:MAX_SENTENCES]
+    if len(sentences) > len(shown):
+        shown.append(f"and {len(sentences) - len(shown)} more like these")
+    return "; ".join(shown), field or None
 
 
 def install_error_handlers(app: FastAPI) -> None:

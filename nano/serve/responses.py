@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
+from nano.engine.detokenizer import IncrementalDetokenizer
 from nano.engine.tokenizer import Tokenizer
 from nano.errors import RequestFailed
 from nano.outputs import CompletionOutput, FinishReason, Logprob, PositionLogprobs, RequestOutput
@@ -69,6 +70,7 @@ class Reply(ABC):
                 choice["index"] = prompt_index * self._n + completion.index
                 choice["finish_reason"] = completion.finish_reason
                 choice["stop_reason"] = completion.stop_reason
+                choice["seed"] = completion.seed
                 if self._shows_token_ids:
                     choice["token_ids"] = completion.token_ids
                 choices.append(choice)
@@ -98,6 +100,7 @@ class Reply(ABC):
                 yield self._chunk(index, delta)
             if completion.finish_reason is not None:
                 end = {**self._end(), "stop_reason": completion.stop_reason}
+                end["seed"] = completion.seed
                 yield self._chunk(index, {**end, "finish_reason": completion.finish_reason})
 
     def usage_chunk(self) -> Json:
@@ -202,7 +205,8 @@ class CompletionReply(Reply):
         self._echoes = bool(body.echo)
         self._has_logprobs = body.logprobs is not None
         self._scores_only = body.scores_only
-        self._offsets: dict[int, int] = {}  # choice -> characters of its tokens so far
+        self._hides_special = body.skip_special_tokens is not False
+        self._cursors: dict[int, _TextCursor] = {}  # of the choices of a stream
 
     def _take(self, output: RequestOutput) -> None:
         if self._scores_only:
@@ -219,8 +223,10 @@ class CompletionReply(Reply):
             positions = output.prompt_logprobs + positions
         choice: Json = {
             "text": (self._prompt_text(output) if self._echoes else "") + completion.text,
-            "logprobs": self._positions(None, positions, output) if self._has_logprobs else None,
+            "logprobs": None,
         }
+        if self._has_logprobs:
+            choice["logprobs"] = self._positions(self._cursor(output), positions)
         if self._shows_token_ids:
             choice["prompt_token_ids"] = output.prompt_token_ids
         if self._shows_prompt_logprobs:
@@ -231,11 +237,12 @@ class CompletionReply(Reply):
         """Each choice has its own prompt here."""
 
     def _opening(self, index: int, output: RequestOutput) -> Json | None:
+        self._cursors[index] = self._cursor(output)
         if not self._echoes:
             return None
         opening = self._delta(self._prompt_text(output))
         if self._has_logprobs and output.prompt_logprobs is not None:
-            opening["logprobs"] = self._positions(index, output.prompt_logprobs, output)
+            opening["logprobs"] = self._positions(self._cursors[index], output.prompt_logprobs)
         return opening
 
     def _delta(self, text: str) -> Json:
@@ -247,28 +254,28 @@ class CompletionReply(Reply):
     def _logprobs(self, index: int, completion: CompletionOutput) -> Json | None:
         if completion.logprobs is None:
             return None
-        return self._positions(index, completion.logprobs, None)
+        return self._positions(self._cursors[index], completion.logprobs)
 
     def _prompt_text(self, output: RequestOutput) -> str:
         if output.prompt is not None:
             return output.prompt
         return self._tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
 
+    def _cursor(self, output: RequestOutput) -> "_TextCursor":
+        return _TextCursor(self._tokenizer, output, self._echoes, self._hides_special)
+
     def _positions(
-        self,
-        index: int | None,
-        positions: Sequence[PositionLogprobs | None],
-        output: RequestOutput | None,
+        self, cursor: "_TextCursor", positions: Sequence[PositionLogprobs | None]
     ) -> Json:
-        """Four parallel lists. A position that is None is the first token of `output`'s prompt."""
-        offset = 0 if index is None else self._offsets.get(index, 0)
+        """Four parallel lists. A position that is None is the first token of the prompt."""
         fields: Json = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         for position in positions:
             if position is None:
-                assert output is not None
-                token = self._tokenizer.token_text(output.prompt_token_ids[0])
+                token_id = cursor.first_prompt_token_id
+                token = self._tokenizer.token_text(token_id)
                 logprob, top = None, None
             else:
+                token_id = next(iter(position))
                 chosen = next(iter(position.values()))
                 token, logprob = chosen.decoded_token or "", finite(chosen.logprob)
                 top = {}
@@ -276,14 +283,43 @@ class CompletionReply(Reply):
                     top[entry.decoded_token or ""] = finite(entry.logprob)
                 # Tokens may look alike: the last one written, the most likely, stands for all.
                 top = dict(reversed(top.items()))
-            fields["text_offset"].append(offset)
+            fields["text_offset"].append(cursor.take(token_id))
             fields["token_logprobs"].append(logprob)
             fields["tokens"].append(token)
             fields["top_logprobs"].append(top)
-            offset += len(token)
-        if index is not None:
-            self._offsets[index] = offset
         return fields
+
+
+class _TextCursor:
+    """Where each token of a choice begins in the choice's text, which is not the sum of the tokens'
+    own texts: a character may take several tokens, and special tokens may be hidden.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, output: RequestOutput, echoes: bool, hides_special: bool
+    ):
+        self.first_prompt_token_id = output.prompt_token_ids[0]
+        self._offset = 0
+        self._prompt = output.prompt  # None: the caller sent ids, and sees all of them as text
+        self._num_prompt_tokens = len(output.prompt_token_ids) if echoes else 0  # still to come
+        self._tokenizer = tokenizer
+        self._of_prompt = IncrementalDetokenizer(tokenizer, (), self._prompt is not None)
+        self._of_output = IncrementalDetokenizer(tokenizer, output.prompt_token_ids, hides_special)
+
+    def take(self, token_id: int) -> int:
+        """The offset of the next token."""
+        begin = self._offset
+        if self._num_prompt_tokens == 0:
+            self._offset += len(self._of_output.step(token_id))
+            return begin
+        self._num_prompt_tokens -= 1
+        token = self._tokenizer.token_text(token_id)
+        is_special = token_id in self._tokenizer.special_token_ids
+        if self._prompt is not None and is_special and token in self._prompt:
+            self._offset += len(token)  # the caller wrote it; BOS was added
+        else:
+            self._offset += len(self._of_prompt.step(token_id))
+        return begin
 
 
 def prompt_logprobs(output: RequestOutput) -> list[Json | None]:

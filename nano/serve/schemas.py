@@ -11,6 +11,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from nano.errors import InvalidRequest
 
 Empty = Annotated[list[Any], Field(max_length=0)]
+# One complaint per list: a million wrong entries must not become a million sentences.
+Integers = Annotated[list[int], Field(fail_fast=True)]
+Strings = Annotated[list[str], Field(fail_fast=True)]
+
+MAX_CHOICES = 4096  # of one call: its prompts times n
 
 # Fields that are SamplingParams' own. Their ranges are checked there.
 SAMPLING_FIELDS = (
@@ -62,12 +67,12 @@ class GenerationBody(Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: Integers | None = None
+    bad_words: Strings | None = None
     min_tokens: int | None = None
     max_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Strings | None = None
+    stop_token_ids: Integers | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     seed: int | None = None
@@ -117,7 +122,7 @@ class GenerationBody(Body):
         message = str(error)
         if error.param != "prompt":  # what a chat is turned into is still called the prompt
             message = message.replace(error.param, spelled, 1)
-        return InvalidRequest(message, spelled)
+        return InvalidRequest(message, spelled, error.code)
 
 
 class TextPart(Body):
@@ -129,7 +134,7 @@ class ChatMessage(Body):
     """One message. What a client copies back from an earlier answer may be there if empty."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
     tool_call_id: str | None = None
 
@@ -141,8 +146,10 @@ class ChatMessage(Body):
     annotations: Empty | None = None
 
     def to_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it."""
+        """The message as chat templates expect it. Raises `InvalidRequest`."""
         content = self.content
+        if content is None and self.role != "assistant":  # whose content may have been tool calls
+            raise InvalidRequest(f"a {self.role} message must have content, got null", "messages")
         if isinstance(content, list):
             content = "\n".join(part.text for part in content)
         message: dict[str, Any] = {"role": self.role, "content": content or ""}
@@ -159,7 +166,7 @@ class TextFormat(Body):
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -214,7 +221,7 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Strings | Integers | Annotated[list[Integers], Field(fail_fast=True)]
     echo: bool | None = None
     logprobs: int | None = None
 
@@ -228,7 +235,7 @@ class CompletionBody(GenerationBody):
         return bool(self.echo) and self.max_tokens == 0
 
     def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts, each a text or token ids. Raises `InvalidRequest` if there is none."""
+        """The prompts, each a text or token ids. Raises `InvalidRequest` for none or too many."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
@@ -236,6 +243,13 @@ class CompletionBody(GenerationBody):
             raise InvalidRequest("prompt must not be empty, got []", "prompt")
         if isinstance(prompt[0], int):
             return [prompt]
+        n = 1 if self.n is None else self.n
+        if len(prompt) * n > MAX_CHOICES:
+            raise InvalidRequest(
+                f"prompt times n must be at most {MAX_CHOICES} in one call, got {len(prompt)} "
+                f"prompts with n = {n}",
+                "prompt",
+            )
         return prompt
 
     def sampling_values(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 from nano.engine.client import EngineClient, InProcessClient
 from nano.engine.codec import decode, encode
 from nano.engine.core import EngineCore
-from nano.engine.messages import EngineHeartbeat, FromCore, ToCore
+from nano.engine.messages import AddRequests, EngineHeartbeat, FromCore, ToCore
 from nano.engine.subprocess_client import SubprocessClient, Watchdog
 from nano.errors import CheckpointError, EngineDead, InvalidRequest
 from nano.outputs import FinishReason, TokenOutput
@@ -145,6 +145,19 @@ def test_the_in_process_client_needs_neither_msgspec_nor_zmq() -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_each_request_is_a_message_so_that_the_heart_can_beat_between(
+    shared_subprocess: SubprocessClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[ToCore | FromCore] = []
+    module = "nano.engine.subprocess_client"
+    monkeypatch.setattr(f"{module}.encode", lambda message: sent.append(message) or encode(message))
+    request_ids = ["first", "second", "third"]
+    shared_subprocess.add([fake_request(request_id, 1) for request_id in request_ids])
+    receive(shared_subprocess, request_ids)
+    sizes = [len(message.requests) for message in sent if isinstance(message, AddRequests)]
+    assert sizes == [1, 1, 1]
 
 
 def test_recv_waits_no_longer_than_its_timeout(shared_subprocess: SubprocessClient) -> None:

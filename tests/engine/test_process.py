@@ -2,13 +2,17 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import zmq
 
 from nano.engine.codec import GOODBYE, HELLO, decode, encode
+from nano.engine.core import EngineCore
 from nano.engine.messages import (
     AbortRequests,
     AddRequests,
@@ -20,9 +24,10 @@ from nano.engine.messages import (
     FromCore,
     ToCore,
 )
+from nano.engine.process import CoreServer, Heart
 from nano.engine.subprocess_client import SubprocessClient
 from nano.outputs import FinishReason, TokenOutput
-from tests.engine.fake_core import SLOW_TOKEN, fake_config, fake_request
+from tests.engine.fake_core import SLOW_TOKEN, FakeExecutor, fake_config, fake_request
 
 FAKE_CORE = (sys.executable, "-m", "tests.engine.fake_core")
 
@@ -92,6 +97,27 @@ def long_request(request_id: str) -> AddRequests:
 
 
 Connect = Callable[[], RawFrontEnd]
+
+
+class FloodedRouter:
+    """A socket with always one more message."""
+
+    def poll(self, timeout: int) -> int:
+        return 1
+
+    def recv_multipart(self) -> list[bytes]:
+        return [b"front end", GOODBYE]
+
+
+def test_a_flood_of_messages_does_not_keep_the_core_from_stepping() -> None:
+    core = EngineCore(fake_config(), FakeExecutor())
+    server = CoreServer(core, cast("Any", FloodedRouter()), cast("Heart", None))
+    reading = threading.Thread(target=server._drain_inbox, args=(0,), daemon=True)
+    reading.start()
+    reading.join(5)
+    is_stuck = reading.is_alive()
+    server.is_stopping = True
+    assert not is_stuck
 
 
 def test_front_ends_that_use_the_same_id_do_not_hear_of_each_other(connect: Connect) -> None:
@@ -194,3 +220,15 @@ def test_a_core_that_is_told_to_stop_tells_its_front_ends_and_leaves_with_status
     front_end.vanish()
     assert core.stdin is not None
     core.stdin.close()
+
+
+def test_a_core_told_to_leave_before_it_loads_leaves_no_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "sockets"
+    folder.mkdir()
+    code = (
+        "import time, nano.engine.process as process\n"
+        "process.setup_logging = lambda *_: time.sleep(10)\n"
+        f"process.main(['--folder', {str(folder)!r}, '--config', '{{}}'])"
+    )
+    subprocess.run([sys.executable, "-c", code], stdin=subprocess.DEVNULL, timeout=30)
+    assert not folder.exists()

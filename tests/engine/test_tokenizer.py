@@ -1,5 +1,6 @@
 import json
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,22 @@ def test_invalid_byte_fallback_spares_the_valid_characters_beside_it() -> None:
     tokens = sentencepiece_metadata()["tokenizer.ggml.tokens"]
     ids = [tokens.index(f"<0x{byte:02X}>") for byte in "€".encode() + b"\xff"]
     assert tokenizer.decode(ids) == "€\ufffd"
+
+
+def test_other_threads_run_while_a_long_text_is_encoded() -> None:
+    ticks: list[None] = []
+    is_encoded = threading.Event()
+
+    def tick() -> None:
+        while not is_encoded.wait(0.001):
+            ticks.append(None)
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    byte_tokenizer().encode("ab " * 300_000)
+    is_encoded.set()
+    ticking.join()
+    assert len(ticks) > 20
 
 
 def test_a_lone_surrogate_is_an_invalid_request() -> None:

@@ -122,6 +122,21 @@ class TestCompletions:
         greedy = complete(client, prompt, logprobs=2).choices[0].logprobs
         assert whole.choices[0].logprobs.token_logprobs[9:] == greedy.token_logprobs
 
+    @pytest.mark.parametrize("prompt", ["a🫠b<s>c", [*"é".encode(), 256, 65]])  # B087
+    def test_offsets_point_into_the_text(self, client: OpenAI, prompt: Any) -> None:
+        extra = {"logit_bias": {str(b): 100 for b in b"xyz"}, "extra_body": {"ignore_eos": True}}
+        params = {"echo": True, "logprobs": 0, "max_tokens": 4, **extra}
+        choice = complete(client, prompt, **params).choices[0]
+        begins = {}
+        for offset, token in zip(choice.logprobs.text_offset, choice.logprobs.tokens):
+            if token.isascii():
+                assert choice.text[offset:].startswith(token)
+                begins[offset] = token
+        assert len(begins) > 5
+        chunks = [chunk.choices[0] for chunk in complete(client, prompt, stream=True, **params)]
+        streamed = [chunk.logprobs.text_offset for chunk in chunks if chunk.logprobs]
+        assert list(itertools.chain(*streamed)) == choice.logprobs.text_offset
+
     def test_prompt_logprobs_come_by_token_id(self, client: OpenAI) -> None:
         reply = complete(client, "ab", extra_body={"prompt_logprobs": 1})
         first, second = reply.choices[0].prompt_logprobs
@@ -171,11 +186,8 @@ class TestChat:
 
     def test_text_parts_and_copied_answers_are_messages(self, client: OpenAI) -> None:
         answer = chat(client).choices[0].message
-        parts = [{"type": "text", "text": "Hello"}]
-        assert (
-            chat(client, messages=[{"role": "user", "content": parts}]).choices[0]
-            == (chat(client).choices[0])
-        )
+        parts = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
+        assert chat(client, messages=parts, seed=1).choices[0] == chat(client, seed=1).choices[0]
         history = [*HELLO, answer.model_dump(), {"role": "user", "content": "More"}]
         assert chat(client, messages=history).usage.prompt_tokens > 40
 
@@ -280,6 +292,20 @@ class TestParameters:
         unseeded = {complete(client, temperature=1).choices[0].text for _ in range(3)}
         assert len(unseeded) == 3
 
+    def test_the_seed_that_was_drawn_is_returned_and_repeats_the_answer(
+        self, client: OpenAI
+    ) -> None:
+        drawn = complete(client, temperature=1, n=2).choices
+        for choice in drawn:
+            again = complete(client, temperature=1, seed=choice.seed).choices[0]
+            assert again.text == choice.text
+        ends = [
+            chunk.choices[0]
+            for chunk in chat(client, temperature=1, seed=5, n=2, stream=True)
+            if chunk.choices[0].finish_reason
+        ]
+        assert {choice.index: choice.seed for choice in ends} == {0: 5, 1: 6}
+
     def test_a_repeated_prompt_is_read_from_the_cache_unless_salted(self, client: OpenAI) -> None:
         prompt = "A prompt of more than two blocks of the KV cache, asked for again"
 
@@ -303,9 +329,9 @@ class TestParameters:
             "tool_choice": "none",
             "response_format": {"type": "text"},
         }
-        assert chat(client, **neutral).choices == chat(client).choices
-        assert complete(client, user="me", best_of=1, suffix=None).choices == (
-            complete(client).choices
+        assert chat(client, seed=1, **neutral).choices == chat(client, seed=1).choices
+        assert complete(client, seed=1, user="me", best_of=1, suffix=None).choices == (
+            complete(client, seed=1).choices
         )
 
     def test_max_completion_tokens_is_the_new_name_of_max_tokens(self, client: OpenAI) -> None:
@@ -332,6 +358,8 @@ BAD_MESSAGES: list[Any] = [
     [{"role": "user"}, "x"],
     [{"role": "robot", "content": "x"}],
     [{"role": "user", "content": 5}],
+    [{"role": "user", "content": None}],
+    [{"role": "system"}],
     [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
     [{"role": "user", "content": "x", "extra": 1}],
 ]
@@ -365,6 +393,9 @@ BAD_PARAMS: list[tuple[str, Any]] = [
     ("stop", ""),
     ("stop", ["a", 1]),
     ("stop", ["x"] * 65),
+    ("stop", "\ud800"),
+    ("bad_words", ["\ud800"]),
+    ("cache_salt", "\ud800"),
     ("stop_token_ids", [-1]),
     ("stop_token_ids", [260]),
     ("seed", -1),
@@ -523,6 +554,41 @@ class TestRefusals:
         for value in (float("nan"), float("inf")):
             body = {"prompt": "x", "temperature": value}
             assert_refused(server, "/v1/completions", body, "temperature")
+
+    def test_a_prompt_that_is_too_long_has_openais_code(self, server: Server) -> None:  # B089
+        long = "x" * 40_000
+        for route, body in (
+            ("/v1/completions", {"prompt": long}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": long}]}),
+        ):
+            error = post(server, route, body).json()["error"]
+            assert error["code"] == "context_length_exceeded"
+            assert "at most 32767 fit" in error["message"]
+
+    def test_a_body_that_is_not_declared_as_json(self, server: Server) -> None:
+        reply = server.http.post("/v1/completions", content=b'{"prompt": "x"}')
+        assert reply.status_code == 400
+        assert "Content-Type: application/json" in reply.json()["error"]["message"]
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("prompt", [1.5] * 100_000),
+            ("prompt", [[1, "x"]] * 100_000),
+            ("logit_bias", {str(i): "x" for i in range(10_000)}),
+            ("stop", [1] * 100_000),
+            ("stop_token_ids", ["x"] * 100_000),
+        ],
+    )
+    def test_many_mistakes_get_a_short_answer(self, server: Server, name: str, value: Any) -> None:
+        reply = post(server, "/v1/completions", {"prompt": "x", name: value})
+        assert reply.status_code == 400
+        assert len(reply.text) < 1000
+        assert reply.json()["error"]["param"] == name
+
+    def test_more_choices_than_a_call_may_have(self, server: Server) -> None:
+        body = {"prompt": ["x"] * 33, "n": 128}
+        assert_refused(server, "/v1/completions", body, "prompt")
 
     def test_a_stream_is_refused_before_it_begins(self, client: OpenAI) -> None:
         with pytest.raises(openai.BadRequestError, match="top_p"):

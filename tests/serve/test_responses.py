@@ -80,3 +80,18 @@ def test_an_output_with_an_error_fails_the_call(tokenizer: Tokenizer) -> None:
         CompletionReply(body, tokenizer, HEAD).whole([output(failed)])
     with pytest.raises(RequestFailed, match="NaN logits"):
         list(CompletionReply(body, tokenizer, HEAD).chunks(0, output(failed)))
+
+
+def test_a_bos_that_the_caller_did_not_write_takes_no_room(tokenizer: Tokenizer) -> None:
+    scored = [None, position(("a", -1.0, 1))]
+    completion = CompletionOutput(
+        0, "b", [98], logprobs=[position(("b", -1.0, 1))], finish_reason=FinishReason.LENGTH
+    )
+    with_bos = RequestOutput(
+        "r", "a", [256, 97], [completion], finished=True, prompt_logprobs=scored
+    )
+    body = CompletionBody.model_validate({"prompt": "a", "logprobs": 0, "echo": True})
+    choice = CompletionReply(body, tokenizer, HEAD).whole([with_bos])["choices"][0]
+    assert choice["text"] == "ab"
+    assert choice["logprobs"]["tokens"] == ["<s>", "a", "b"]
+    assert choice["logprobs"]["text_offset"] == [0, 0, 1]
