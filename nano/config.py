@@ -119,13 +119,16 @@ class EngineConfig:
     def from_toml(cls, path: str | Path, overrides: dict[str, Any] | None = None) -> "EngineConfig":
         """From a recipe; `overrides` are arguments under vLLM's names."""
         try:
-            sections = tomllib.loads(Path(path).read_text())
-        except (OSError, tomllib.TOMLDecodeError) as error:
+            # TOML is UTF-8 whatever the locale says.
+            sections = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
             raise ConfigError(f"cannot read the recipe {path}: {error}") from error
         for name, value in (overrides or {}).items():
             if value is not None:
                 arg = ENGINE_ARGS[name]
-                sections.setdefault(arg.section, {})[arg.field] = value
+                section = sections.setdefault(arg.section, {})
+                if isinstance(section, dict):  # if not, it is refused below
+                    section[arg.field] = value
         return cls.from_sections(sections)
 
     @classmethod
@@ -136,6 +139,8 @@ class EngineConfig:
         for section, values in sections.items():
             if section not in known:
                 raise ConfigError(f"unknown section [{section}]; known: {', '.join(known)}")
+            if not isinstance(values, dict):
+                raise ConfigError(f"[{section}] must be a table of options, got {values!r}")
             hints = get_type_hints(known[section])
             for name, value in values.items():
                 if name not in hints:

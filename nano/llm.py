@@ -1,11 +1,14 @@
 """LLM: the library's front end. vLLM's names and shapes, and a streaming `generate`."""
 
 import itertools
+import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Literal, cast, overload
 
 from tqdm.auto import tqdm
@@ -17,7 +20,7 @@ from nano.engine.core import build_core
 from nano.engine.input_processor import InputProcessor, PreparedRequest
 from nano.engine.output_processor import OutputKind, OutputProcessor
 from nano.engine.tokenizer import Tokenizer
-from nano.errors import InvalidRequest
+from nano.errors import EngineDead, InvalidRequest
 from nano.log import ensure_logging
 from nano.outputs import RequestOutput
 from nano.sampling_params import SamplingParams
@@ -25,6 +28,8 @@ from nano.sampling_params import SamplingParams
 # A text, token ids, or vLLM's {"prompt": ...} / {"prompt_token_ids": ...} (with "cache_salt").
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
+
+_RECV_SECONDS = 0.2  # longest wait for an engine process before Ctrl-C is heard
 
 
 class LLM:
@@ -222,7 +227,8 @@ class LLM:
             for request in requests:
                 self._outputs.register(request, kind)
                 self._mailboxes[request.request_id] = mailbox
-            self._client.add([child for request in requests for child in request.children])
+            with _interrupts_held():
+                self._client.add([child for request in requests for child in request.children])
             while unfinished:
                 while not mailbox:
                     self._step()
@@ -231,19 +237,48 @@ class LLM:
                     unfinished.discard(output.request_id)
                 yield output
         finally:
-            for request_id in unfinished:  # an error, Ctrl-C, or a stream that was left early
-                processed = self._outputs.abort(request_id, time.monotonic())
-                self._client.abort(processed.abort_ids)
-            for request in requests:
-                self._mailboxes.pop(request.request_id, None)
+            with _interrupts_held():
+                abort_ids = []
+                for request_id in unfinished:  # an error, Ctrl-C, or a stream that was left early
+                    abort_ids += self._outputs.abort(request_id, time.monotonic()).abort_ids
+                for request in requests:
+                    self._mailboxes.pop(request.request_id, None)
+                with suppress(EngineDead):  # which has been said, and nothing is left to end
+                    self._client.abort(abort_ids)
 
     def _step(self) -> None:
-        """Take the engine's news and deliver it."""
-        processed = self._outputs.process(self._client.recv(), time.monotonic())
-        if processed.abort_ids:
-            self._client.abort(processed.abort_ids)
-        for output in processed.request_outputs:
-            self._mailboxes[output.request_id].append(output)
+        """Take the engine's news, if any, and deliver it."""
+        with _interrupts_held():
+            processed = self._outputs.process(self._client.recv(_RECV_SECONDS), time.monotonic())
+            if processed.abort_ids:
+                self._client.abort(processed.abort_ids)
+            for output in processed.request_outputs:
+                self._mailboxes[output.request_id].append(output)
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Let Ctrl-C wait for the end of the block.
+
+    Half a step would leave the engine in no state at all, and news that is taken but not
+    delivered would be missed by other streams.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or handler is None:
+        yield  # Python raises KeyboardInterrupt in the main thread only
+        return
+    held: list[int] = []
+
+    def hold(signum: int, frame: FrameType | None) -> None:
+        held.append(signum)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if held:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _make_client(config: EngineConfig, use_subprocess: bool) -> EngineClient:
@@ -259,6 +294,12 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """One prompt or many, as many: a text, a mapping or a list of ints is one prompt."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise InvalidRequest(
+            "prompts must be a text, a list of token ids, a mapping or a list of these, "
+            f"got {type(prompts).__name__}",
+            "prompt",
+        )
     if prompts and isinstance(prompts[0], int):
         return [cast("Sequence[int]", prompts)]
     return cast("Sequence[Prompt]", prompts)
@@ -298,6 +339,10 @@ def _unpack(prompt: Prompt) -> tuple[str | Sequence[int], str | None]:
             "prompt",
         )
     content = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
+    if "prompt" not in prompt and isinstance(content, str):
+        raise InvalidRequest(
+            f"prompt_token_ids must be a list of token ids, got {content!r}", "prompt_token_ids"
+        )
     return content, prompt.get("cache_salt")
 
 

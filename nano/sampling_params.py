@@ -130,7 +130,7 @@ class SamplingParams:
         put("frequency_penalty", _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0))
         put(
             "repetition_penalty",
-            _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True),
+            _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0),
         )
         put("logit_bias", self._checked_bias())
         if self.allowed_token_ids is not None:

@@ -97,13 +97,17 @@ def test_bad_arguments_are_refused_by_name_value_and_limit(args, message):
         ("[model]\npaht = 'x'\n", r"unknown option 'paht' in \[model\]"),
         ("[model]\npath = 3\n", "path must be str, got 3"),
         ("[model\n", "cannot read the recipe"),
+        ("model = 'demo'\n", r"\[model\] must be a table of options, got 'demo'"),
+        ("[[model]]\npath = 'demo'\n", r"\[model\] must be a table of options"),
+        ("[model]\npath = '\xfc'\n", "cannot read the recipe.*utf-8"),
     ],
 )
 def test_bad_recipes_are_refused(tmp_path, text, message):
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        EngineConfig.from_toml(recipe)
+    recipe.write_text(text, encoding="latin-1")
+    for overrides in ({}, {"dtype": "auto"}):
+        with pytest.raises(ConfigError, match=message):
+            EngineConfig.from_toml(recipe, overrides)
 
 
 def test_resolving_settles_what_files_tell(tmp_path):

@@ -1,10 +1,13 @@
 """The library as its users call it, and what users of other engines reported (ids like B028)."""
 
 import math
+import os
 import random
 import shutil
+import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from nano import LLM, SamplingParams
 from nano.engine.client import InProcessClient
-from nano.errors import ConfigError, InvalidRequest
+from nano.errors import ConfigError, EngineDead, InvalidRequest
 from nano.generate import main as generate_main
 from nano.outputs import FinishReason
 from tests.engine.naive import NaiveEngine
@@ -132,6 +135,39 @@ def test_leaving_a_stream_early_frees_what_it_held(llm):
     assert len(ids(generate(llm, "next"))) == 8
 
 
+def test_after_ctrl_c_in_the_middle_of_a_step_the_engine_goes_on(checkpoint, monkeypatch):
+    with small(checkpoint) as llm:
+        expected = ids(generate(llm, "next"))
+        stream = llm.generate("other", GREEDY, stream=True)
+        streamed = [*ids(next(stream))]
+        runner = llm._client._core._executor._worker.runner
+        forward = runner.forward
+
+        def interrupted(plan):
+            monkeypatch.setattr(runner, "forward", forward)
+            os.kill(os.getpid(), signal.SIGINT)
+            forward(plan)
+
+        monkeypatch.setattr(runner, "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["abc", "def"], GREEDY, use_tqdm=False)
+        assert llm.stats()["num_running"] == 1  # the stream, which misses nothing
+        streamed += [token_id for output in stream for token_id in ids(output)]
+        assert streamed == ids(generate(llm, "other"))
+        assert ids(generate(llm, "next")) == expected
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_dead_engine_is_reported_once_and_by_its_cause(checkpoint, monkeypatch):
+    with small(checkpoint) as llm:
+        worker = llm._client._core._executor._worker
+        monkeypatch.setattr(worker.runner, "forward", lambda plan: 1 // 0)
+        with pytest.raises(EngineDead, match="core died: ZeroDivisionError"):
+            llm.generate(["abc", "def"], GREEDY, use_tqdm=False)
+        assert not llm._mailboxes
+        assert llm._outputs.num_unfinished_requests == 0
+
+
 def test_seeds_are_recorded_and_reproduce_an_unseeded_output(checkpoint):
     params = SamplingParams(temperature=1.0, max_tokens=10)
     runs = []
@@ -195,6 +231,7 @@ def test_a_bad_prompt_is_refused_and_the_next_one_answered(llm, prompt, message)
     ("field", "value"),
     [  # B061, B058, B065
         ("repetition_penalty", 0),
+        ("repetition_penalty", 1e-40),  # would make infinite logits
         ("repetition_penalty", -1),
         ("temperature", -0.1),
         ("temperature", "hot"),
@@ -257,6 +294,16 @@ def test_a_parameter_beyond_the_model_is_refused_and_the_next_request_answered(
         generate(llm, "abc", SamplingParams(**params))
     biased = {i: float(i % 7 - 3) for i in range(200)}
     assert len(ids(generate(llm, "next", SamplingParams(logit_bias=biased, max_tokens=2)))) == 2
+
+
+def test_what_is_no_prompt_and_no_parameters_is_refused_by_its_type(llm):
+    for prompts in (None, (text for text in ["a"]), np.array([1, 2])):
+        with pytest.raises(InvalidRequest, match="prompts must be a text"):
+            llm.generate(prompts)
+    with pytest.raises(InvalidRequest, match="prompt_token_ids must be a list of token ids"):
+        llm.generate({"prompt_token_ids": "abc"})
+    with pytest.raises(InvalidRequest, match="sampling_params must be a SamplingParams, got dict"):
+        llm.generate("abc", {"temperature": 0})
 
 
 def test_unknown_engine_arguments_are_refused(checkpoint):
@@ -521,6 +568,23 @@ def test_nan_in_one_embedding_fails_the_requests_that_use_it_and_no_other(  # B0
         # What the failed requests computed is not found by the next one.
         assert generate(llm, bad + tokens(50, 4), params).num_cached_tokens == 0
         assert llm.stats()["kv_cache_usage"] == 0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_failing_request_spoils_no_block_that_others_read_in_the_same_step(tmp_path, value):
+    folder = make_checkpoint(tmp_path / "m")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][65] = value
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    params = SamplingParams(temperature=0.0, max_tokens=6, logit_bias={65: -100.0})
+    shared = [token_id for token_id in tokens(80) if token_id != 65][:64]
+    with small(folder) as llm:
+        alone = ids(generate(llm, [*shared, 9], params))
+        llm.reset_prefix_cache()
+        bad, good = llm.generate([[*shared, 65], [*shared, 9]], params, use_tqdm=False)
+    assert bad.outputs[0].finish_reason == FinishReason.ERROR
+    assert good.num_cached_tokens == 64
+    assert ids(good) == alone
 
 
 def test_nan_in_every_row_is_an_error_not_token_zero(tmp_path):  # B069

@@ -37,7 +37,7 @@ class AttentionMetadata:
     num_decode_requests: int  # leading requests with a query of one token
     query_start_loc: np.ndarray  # [R + 1] int32 host: prefix sum of scheduled tokens
     seq_lens: np.ndarray  # [R] int32 host: KV length after this step, computed + scheduled
-    block_table: Tensor  # [R, max_blocks] int32 device; columns past a request's blocks are 0
+    block_table: Tensor  # [R, max_blocks] int32 device; columns past a request's blocks are stale
     slot_mapping: Tensor  # [T] int64 device: block_id * block_size + offset, or PAD_SLOT
 
 

@@ -49,14 +49,26 @@ class TorchBackend(AttentionBackend):
         keys, values = kv_cache.flatten(1, 2)  # [num_slots, KVH, D] each
         keys.index_copy_(0, self._slots, k[:num_tokens])
         values.index_copy_(0, self._slots, v[:num_tokens])
+        # A mask multiplies by zero, and zero times NaN is NaN: tokens would be spoilt by one that
+        # comes after them, and with them other requests that share their blocks.
+        masks_hold = bool(torch.isfinite(k).all() and torch.isfinite(v).all())
         for start, end, seq_len, blocks, mask in self._requests:
             gathered = kv_cache[:, blocks].flatten(1, 2)[:, :seq_len]  # [2, S, KVH, D]
-            attended = scaled_dot_product_attention(
-                q[start:end].transpose(0, 1)[None],
-                gathered[0].transpose(0, 1)[None],
-                gathered[1].transpose(0, 1)[None],
-                attn_mask=mask,
-                scale=self.scale,
-                enable_gqa=True,
-            )
-            out[start:end] = attended[0].transpose(0, 1)
+            if mask is None or masks_hold:
+                out[start:end] = self._attend(q[start:end], gathered, mask)
+                continue
+            for token in range(start, end):
+                visible = gathered[:, : seq_len - (end - 1 - token)]
+                out[token : token + 1] = self._attend(q[token : token + 1], visible, None)
+
+    def _attend(self, q: Tensor, gathered: Tensor, mask: Tensor | None) -> Tensor:
+        """q: [Q, H, D]; gathered: [2, S, KVH, D]; mask: [Q, S] bool. Returns [Q, H, D]."""
+        attended = scaled_dot_product_attention(
+            q.transpose(0, 1)[None],
+            gathered[0].transpose(0, 1)[None],
+            gathered[1].transpose(0, 1)[None],
+            attn_mask=mask,
+            scale=self.scale,
+            enable_gqa=True,
+        )
+        return attended[0].transpose(0, 1)

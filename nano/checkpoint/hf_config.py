@@ -165,7 +165,7 @@ def load_decoder_config(folder: Path) -> DecoderConfig:
 
 def _architecture(config: JsonFields) -> str:
     names = config.get("architectures")
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in _FAMILIES:
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in KNOWN_ARCHITECTURES:
         raise config.error("architectures", f"nano runs one of {', '.join(KNOWN_ARCHITECTURES)}")
     return str(names[0])
 
@@ -219,10 +219,8 @@ def _any_layer_slides(config: JsonFields, num_layers: int) -> bool:
     if layer_types is None:
         first = config.integer("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS, low=0)
         return first < num_layers
-    if not isinstance(layer_types, list) or not set(layer_types) <= {
-        "full_attention",
-        "sliding_attention",
-    }:
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(layer_types, list) or any(kind not in known for kind in layer_types):
         raise config.error("layer_types", "nano knows full_attention and sliding_attention")
     return "sliding_attention" in layer_types
 

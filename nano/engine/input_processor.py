@@ -75,6 +75,7 @@ class InputProcessor:
                 f"the model's generation_config.json: {error}; pass generation_config='vllm' to "
                 "ignore it"
             ) from error
+        self._policy = config.scheduler.policy
         self._max_logprobs = config.model.max_logprobs
         self._engine_seed = config.model.seed
         self._draws_random_seeds = draws_random_seeds
@@ -105,8 +106,14 @@ class InputProcessor:
         `arrival_time` is time.monotonic(). `add_special_tokens` is False for a text that a chat
         template rendered.
         """
-        params = sampling_params or self.default_sampling_params()
-        _check_envelope(request_id, priority, cache_salt)
+        params = self.default_sampling_params() if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest(
+                f"sampling_params must be a SamplingParams, got {type(params).__name__}",
+                "sampling_params",
+            )
+        self._check_priority(priority)
+        _check_envelope(request_id, cache_salt)
         token_ids = self._prompt_token_ids(prompt, add_special_tokens)
         self._check_params(params)
         params = self._resolve(params, len(token_ids))
@@ -126,6 +133,19 @@ class InputProcessor:
         ]
         text = prompt if isinstance(prompt, str) else None
         return PreparedRequest(request_id, text, token_ids, params, arrival_time, children)
+
+    def _check_priority(self, priority: int) -> None:
+        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_INT32:
+            raise InvalidRequest(
+                f"priority must be an integer in [-{MAX_INT32}, {MAX_INT32}], got {priority!r}",
+                "priority",
+            )
+        if priority and self._policy != "priority":
+            raise InvalidRequest(
+                f"priority is {priority}, but the engine's scheduling_policy is {self._policy!r}, "
+                "which serves all alike; only 0 is allowed",
+                "priority",
+            )
 
     def _prompt_token_ids(self, prompt: str | Sequence[int], add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, str):
@@ -192,11 +212,12 @@ class InputProcessor:
 
     def _resolve(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         """Fill in `max_tokens` and `seed`."""
-        room = self.max_model_len - num_prompt_tokens
+        room = min(self.max_model_len, self.num_kv_slots) - num_prompt_tokens
         if params.min_tokens > room:
             raise InvalidRequest(
                 f"min_tokens is {params.min_tokens}; a prompt of {num_prompt_tokens} tokens leaves "
-                f"room for {room} (max_model_len {self.max_model_len})",
+                f"room for {room} (max_model_len {self.max_model_len}, KV cache of "
+                f"{self.num_kv_slots} tokens)",
                 "min_tokens",
             )
         max_tokens = room if params.max_tokens is None else params.max_tokens
@@ -238,15 +259,10 @@ def _integers(prompt: object) -> list[int]:
     return list(prompt)
 
 
-def _check_envelope(request_id: str, priority: int, cache_salt: str | None) -> None:
+def _check_envelope(request_id: str, cache_salt: str | None) -> None:
     if not isinstance(request_id, str) or not request_id:
         raise InvalidRequest(
             f"request_id must be a non-empty string, got {request_id!r}", "request_id"
-        )
-    if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_INT32:
-        raise InvalidRequest(
-            f"priority must be an integer in [-{MAX_INT32}, {MAX_INT32}], got {priority!r}",
-            "priority",
         )
     if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
         raise InvalidRequest(

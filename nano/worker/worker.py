@@ -126,14 +126,23 @@ class Worker:
         config = self.config
         assert config.model.max_model_len is not None
         block_size = config.kv_cache.block_size
-        states = RequestStates(max_num_requests, config.model.max_model_len, block_size)
+        try:
+            states = RequestStates(max_num_requests, config.model.max_model_len, block_size)
+            batch_builder = InputBatchBuilder(states, self.device, block_size, token_budget)
+            kv_caches = [self._allocate(layer, num_blocks) for layer in layers]
+        except (MemoryError, RuntimeError) as error:  # as numpy and as torch say it
+            raise ConfigError(
+                f"no memory for {num_blocks} KV blocks of {block_size} tokens, {max_num_requests} "
+                f"requests (max_num_seqs) of {config.model.max_model_len} tokens (max_model_len) "
+                f"and {token_budget} tokens a step (max_num_batched_tokens): {error}"
+            ) from error
         return ModelRunner(
             model=self.model,
             model_forward=self.model_forward,
             backend=self.backend,
-            kv_caches=[self._allocate(layer, num_blocks) for layer in layers],
+            kv_caches=kv_caches,
             states=states,
-            batch_builder=InputBatchBuilder(states, self.device, block_size, token_budget),
+            batch_builder=batch_builder,
             sampler=Sampler(config.model.logprobs_mode),
             proposer=self.proposer,
         )

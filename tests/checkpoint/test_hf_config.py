@@ -266,6 +266,16 @@ def test_sampling_keys_of_config_json_do_not_count(tmp_path):
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*LlamaForCausalLM, Mistral"),
         ({"architectures": None}, "architectures is null"),
         ({"architectures": "LlamaForCausalLM"}, "architectures is"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "architectures is"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps is 1000.*; it must be finite"),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "use_sliding_window": True,
+                "layer_types": [["full_attention"]],
+            },
+            "layer_types is",
+        ),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is .*awq"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({"hidden_act": "gelu"}, 'hidden_act is "gelu"; nano computes silu'),
@@ -328,7 +338,7 @@ def test_a_mistyped_generation_config_is_refused_by_name(tmp_path, generation, m
         load_decoder_config(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", "null", "\ufffe{}"])
+@pytest.mark.parametrize("text", ["", "{", "[1]", "null", "\ufffe{}", "[" * 10**5])
 def test_an_unparsable_config_is_named(tmp_path, text):
     (tmp_path / "config.json").write_text(text, encoding="utf-16" if "\ufffe" in text else None)
     with pytest.raises(CheckpointError, match=r"config\.json"):

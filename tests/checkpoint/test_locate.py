@@ -48,6 +48,11 @@ def test_a_gguf_file_is_converted_once(gguf_file, cache):
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
 
 
+@pytest.mark.parametrize("name", ["TINY.GGUF", "sha256-4d2f", "modèle 模型.gguf"])
+def test_a_gguf_file_may_have_any_name(gguf_file, cache, name):
+    assert locate_model(str(gguf_file.rename(gguf_file.with_name(name)))).parent == cache
+
+
 def test_a_changed_gguf_file_is_converted_again(gguf_file):
     first = locate_model(str(gguf_file))
     os.utime(gguf_file, (1, 1))

@@ -33,14 +33,17 @@ def processor(decoder: DecoderConfig) -> InputProcessor:
 
 
 def make_processor(
-    decoder: DecoderConfig, draws_random_seeds: bool = False, **args: Any
+    decoder: DecoderConfig,
+    draws_random_seeds: bool = False,
+    num_kv_slots: int = MAX_MODEL_LEN,
+    **args: Any,
 ) -> InputProcessor:
     config = EngineConfig.from_args({"max_model_len": MAX_MODEL_LEN, **args})
     return InputProcessor(
         config,
         decoder,
         byte_tokenizer(),
-        num_kv_slots=MAX_MODEL_LEN,
+        num_kv_slots=num_kv_slots,
         draws_random_seeds=draws_random_seeds,
     )
 
@@ -60,8 +63,8 @@ def test_text_and_its_token_ids_make_the_same_engine_request(processor: InputPro
     assert (by_text.prompt, by_ids.prompt) == ("abc", None)
 
 
-def test_what_the_core_gets_is_resolved(processor: InputProcessor) -> None:
-    prepared = processor.process(
+def test_what_the_core_gets_is_resolved(decoder: DecoderConfig) -> None:
+    prepared = make_processor(decoder, scheduling_policy="priority").process(
         "r",
         "abc",
         SamplingParams(max_tokens=None),
@@ -190,6 +193,13 @@ def test_parameters_beyond_the_model_are_refused_by_name(
     assert prepare(processor).children  # the next request works
 
 
+def test_min_tokens_beyond_the_kv_cache_are_refused(decoder: DecoderConfig) -> None:
+    processor = make_processor(decoder, num_kv_slots=16)
+    assert prepare(processor, min_tokens=13, max_tokens=20).children
+    with pytest.raises(InvalidRequest, match=r"min_tokens is 14; .* room for 13 .*KV cache of 16"):
+        prepare(processor, min_tokens=14, max_tokens=20)
+
+
 def test_all_logprobs_need_an_engine_that_allows_them(decoder: DecoderConfig) -> None:
     unlimited = make_processor(decoder, max_logprobs=-1)
     assert prepare(unlimited, logprobs=-1).sampling_params.logprobs == -1
@@ -206,6 +216,7 @@ def test_all_logprobs_need_an_engine_that_allows_them(decoder: DecoderConfig) ->
         ("priority", 1.5),
         ("priority", True),
         ("priority", 2**31),
+        ("priority", 1),  # under "fcfs", which would ignore it
         ("request_id", ""),
         ("request_id", None),
     ],

@@ -41,6 +41,21 @@ def test_the_number_of_blocks_fits_the_bytes(checkpoint):
         load(checkpoint, kv_cache_memory_bytes=BYTES_PER_BLOCK - 1)
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"num_gpu_blocks_override": 10**12},
+        {"block_size": 10**12},
+        {"max_num_batched_tokens": 10**13, "num_gpu_blocks_override": 4},
+        {"max_num_batched_tokens": 10**11, "max_num_seqs": 10**11, "num_gpu_blocks_override": 4},
+    ],
+    ids=str,
+)
+def test_sizes_that_no_memory_holds_are_refused_with_the_numbers(checkpoint, sizes):
+    with pytest.raises(ConfigError, match=f"no memory for .*{max(sizes.values())}"):
+        load(checkpoint, **sizes)
+
+
 def test_without_a_limit_the_cache_is_a_share_of_free_memory_but_no_more_than_useful(
     checkpoint, caplog, monkeypatch
 ):
