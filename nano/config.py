@@ -111,8 +111,11 @@ class EngineConfig:
                 raise ConfigError(
                     f"unknown engine argument {name!r}; known: {', '.join(sorted(ENGINE_ARGS))}"
                 )
-            if value is not None:
-                sections.setdefault(arg.section, {})[arg.field] = value
+            if value is None:
+                continue
+            section = sections.setdefault(arg.section, {})
+            if section.setdefault(arg.field, value) != value:  # said twice, under an alias
+                raise ConfigError(f"{name} {value!r} contradicts {section[arg.field]!r}")
         return cls.from_sections(sections)
 
     @classmethod

@@ -5,11 +5,11 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, overload
 
 from tqdm.auto import tqdm
 
@@ -20,14 +20,19 @@ from nano.engine.core import build_core
 from nano.engine.input_processor import InputProcessor, PreparedRequest
 from nano.engine.output_processor import OutputKind, OutputProcessor
 from nano.engine.tokenizer import Tokenizer
-from nano.errors import EngineDead, InvalidRequest
+from nano.errors import EngineDead
 from nano.log import ensure_logging
 from nano.outputs import RequestOutput
+from nano.prompts import (
+    Message,
+    Prompt,
+    as_conversations,
+    as_prompts,
+    per_prompt,
+    unpack,
+    with_text_content,
+)
 from nano.sampling_params import SamplingParams
-
-# A text, token ids, or vLLM's {"prompt": ...} / {"prompt_token_ids": ...} (with "cache_salt").
-Prompt = str | Sequence[int] | Mapping[str, Any]
-Message = Mapping[str, Any]
 
 _RECV_SECONDS = 0.2  # longest wait for an engine process before Ctrl-C is heard
 
@@ -104,7 +109,7 @@ class LLM:
         is queued if any prompt or parameter is bad; a request that fails later has
         finish_reason "error" in its own output.
         """
-        batch = _as_prompts(prompts)
+        batch = as_prompts(prompts)
         requests = self._prepare(batch, sampling_params, priority, add_special_tokens=True)
         return self._run(requests, stream, use_tqdm)
 
@@ -123,16 +128,14 @@ class LLM:
 
         `messages` are OpenAI's: [{"role": "user", "content": "..."}]. The rest as `generate`.
         """
-        single = bool(messages) and isinstance(messages[0], Mapping)
-        conversations = cast("list[list[Message]]", [messages] if single else list(messages))
         texts = [
             self.tokenizer.apply_chat_template(
-                _as_texts(conversation),
+                with_text_content(conversation),
                 add_generation_prompt=add_generation_prompt,
                 template=chat_template,
                 **(chat_template_kwargs or {}),
             )
-            for conversation in conversations
+            for conversation in as_conversations(messages)
         ]
         # The template writes BOS itself where the model wants one.
         requests = self._prepare(texts, sampling_params, None, add_special_tokens=False)
@@ -177,11 +180,11 @@ class LLM:
         add_special_tokens: bool,
     ) -> list[PreparedRequest]:
         """Check and tokenise everything; nothing is queued yet."""
-        params = _per_prompt("sampling_params", sampling_params, len(prompts))
-        priorities = _per_prompt("priority", priority, len(prompts))
+        params = per_prompt("sampling_params", sampling_params, len(prompts))
+        priorities = per_prompt("priority", priority, len(prompts))
         prepared = []
         for prompt, params_, priority_ in zip(prompts, params, priorities):
-            content, cache_salt = _unpack(prompt)
+            content, cache_salt = unpack(prompt)
             prepared.append(
                 self._inputs.process(
                     f"request-{next(self._counter)}",
@@ -288,68 +291,3 @@ def _make_client(config: EngineConfig, use_subprocess: bool) -> EngineClient:
     from nano.engine.subprocess_client import SubprocessClient
 
     return SubprocessClient(config)
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """One prompt or many, as many: a text, a mapping or a list of ints is one prompt."""
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise InvalidRequest(
-            "prompts must be a text, a list of token ids, a mapping or a list of these, "
-            f"got {type(prompts).__name__}",
-            "prompt",
-        )
-    if prompts and isinstance(prompts[0], int):
-        return [cast("Sequence[int]", prompts)]
-    return cast("Sequence[Prompt]", prompts)
-
-
-def _as_texts(conversation: Sequence[Message]) -> list[Message]:
-    """Messages whose content is text, which is what templates print; as the server has it."""
-    if not conversation:
-        raise InvalidRequest("messages must hold at least one message, got 0", "messages")
-    messages: list[Message] = []
-    for message in conversation:
-        content = message.get("content", "")
-        if content is None and message.get("role") == "assistant":  # it may have been tool calls
-            content = ""
-        elif isinstance(content, list) and all(
-            isinstance(part, Mapping) and part.get("type") == "text" for part in content
-        ):
-            content = "\n".join(part["text"] for part in content)
-        elif not isinstance(content, str):
-            raise InvalidRequest(
-                f"content of a message must be a string or a list of text parts, got {content!r}",
-                "messages",
-            )
-        messages.append({**message, "content": content})
-    return messages
-
-
-def _unpack(prompt: Prompt) -> tuple[str | Sequence[int], str | None]:
-    """(text or token ids, cache_salt)"""
-    if not isinstance(prompt, Mapping):
-        return prompt, None
-    unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
-    if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
-        raise InvalidRequest(
-            "a prompt mapping holds 'prompt' or 'prompt_token_ids', and perhaps 'cache_salt'; "
-            f"got {sorted(prompt)}",
-            "prompt",
-        )
-    content = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
-    if "prompt" not in prompt and isinstance(content, str):
-        raise InvalidRequest(
-            f"prompt_token_ids must be a list of token ids, got {content!r}", "prompt_token_ids"
-        )
-    return content, prompt.get("cache_salt")
-
-
-def _per_prompt(name: str, given: Any, count: int) -> Iterable[Any]:
-    """`given` once per prompt; a list must have exactly one entry each."""
-    if not isinstance(given, Sequence):
-        return itertools.repeat(given, count)
-    if len(given) != count:
-        raise InvalidRequest(f"{name} has {len(given)} entries for {count} prompts", name)
-    return given

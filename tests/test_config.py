@@ -74,6 +74,7 @@ def test_the_shipped_recipes_are_complete_and_valid():
     ("args", "message"),
     [
         ({"max_num_seq": 4}, "unknown engine argument 'max_num_seq'"),
+        ({"prefill_chunk_size": 8, "long_prefill_token_threshold": 16}, "16 contradicts 8"),
         ({"block_size": 0}, "block_size must be at least 1, got 0"),
         ({"block_size": "16"}, "block_size must be int, got '16'"),
         ({"block_size": True}, "block_size must be int, got True"),

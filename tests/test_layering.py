@@ -37,7 +37,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "spec": {"attention", "batch", "compile", "device", "models", "sampling"},
     "worker": {"attention", "batch", "compile", "device", "layers", "models", "sampling", "spec"},
     "engine": {"kv_cache", "scheduler", "worker"},
-    "llm": {"engine"},
+    "prompts": set(),
+    "llm": {"engine", "prompts"},
     "generate": {"llm"},
     "serve": {"engine"},
 }
@@ -60,7 +61,7 @@ ONLY_FROM: dict[str, set[str]] = {
     "nano.attention.reference_backend": {"attention.select"},
     "nano.attention.select": {"worker.worker"},
 }
-TORCH_FREE = LEAVES | {"kv_cache", "scheduler", "engine", "serve"}
+TORCH_FREE = LEAVES | {"prompts", "kv_cache", "scheduler", "engine", "serve"}
 TORCH_CUDA_FILES = {
     "device.py",
     "compile/cuda_graph.py",

@@ -621,3 +621,9 @@ def test_penalties_equal_hugging_face_and_the_formula(checkpoint, naive):  # B06
             logits[token] -= 2.0 * expected.count(token) + 2.0
         expected.append(int(logits.argmax()))
     assert ours == expected
+
+
+@pytest.mark.parametrize("messages", [None, "hi", {"role": "user", "content": "x"}, ["hi"], [None]])
+def test_what_is_no_conversation_is_refused(llm, messages):
+    with pytest.raises(InvalidRequest, match="must be a list of messages"):
+        llm.chat(messages)
