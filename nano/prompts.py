@@ -38,7 +38,7 @@ def as_conversations(messages: Any) -> list[Sequence[Message]]:
         )
     if messages and isinstance(messages[0], Mapping):
         return [messages]
-    conversations: list[Sequence[Message]] = list(messages)
+    conversations: list[Any] = list(messages)
     for conversation in conversations:
         if isinstance(conversation, str) or not isinstance(conversation, Sequence):
             raise InvalidRequest(
