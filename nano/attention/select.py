@@ -25,13 +25,13 @@ def select_backend(
 ) -> type[AttentionBackend]:
     """The wanted backend, or with "auto" the first on this device that serves every layer."""
     candidates = _PREFERENCE[device.type] if wanted == "auto" else (wanted,)
-    refusals = []
+    refusals: list[str] = []
     for name in candidates:
         backend = _BY_NAME[name]
         reasons = {backend.unsupported_reason(layer, device) for layer in layers} - {None}
         if not reasons:
             why = "asked for" if wanted != "auto" else f"first choice on {device.type}"
-            logger.info("attention backend: %s (%s)", name, why)
+            logger.info("attention backend: %s (%s)", name, "; ".join(refusals) or why)
             return backend
         refusals.append(f"{name}: {'; '.join(sorted(str(reason) for reason in reasons))}")
     raise ConfigError(f"no attention backend serves this model: {' | '.join(refusals)}")

@@ -10,7 +10,7 @@ from types import FrameType
 import uvicorn
 
 from nano.config import EngineConfig, add_engine_arguments, config_from_arguments
-from nano.errors import NanoError
+from nano.errors import ConfigError, NanoError
 from nano.log import get_logger, setup_logging
 from nano.serve.app import create_app
 from nano.serve.async_engine import AsyncEngine
@@ -56,22 +56,40 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket: whether the address is to be had is known before a model is loaded."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}") from error
+    return listener
+
+
 def serve(args: argparse.Namespace, config: EngineConfig) -> None:
     """Load the model, answer until SIGINT or SIGTERM, leave no process behind."""
-    engine = AsyncEngine.from_config(config, args.log_level)
-    try:
-        app = create_app(engine, args.served_model_name or [config.model.path])
-        http = uvicorn.Config(
-            app,
-            host=args.host,
-            port=args.port,
-            log_level=args.log_level,
-            # For callers who do not read their last answer.
-            timeout_graceful_shutdown=2 * SHUTDOWN_SECONDS,
-        )
-        HttpServer(http, engine).run()
-    finally:
-        engine.client.close()
+    with listen(args.host, args.port) as listener:
+        engine = AsyncEngine.from_config(config, args.log_level)
+        try:
+            answer(args, config, engine, listener)
+        finally:
+            engine.client.close()
+
+
+def answer(
+    args: argparse.Namespace, config: EngineConfig, engine: AsyncEngine, listener: socket.socket
+) -> None:
+    app = create_app(engine, args.served_model_name or [config.model.path])
+    http = uvicorn.Config(
+        app,
+        log_level=args.log_level,
+        # For callers who do not read their last answer.
+        timeout_graceful_shutdown=2 * SHUTDOWN_SECONDS,
+    )
+    logger.info("listening on http://%s:%d", args.host, listener.getsockname()[1])
+    HttpServer(http, engine).run([listener])
 
 
 def main(argv: list[str] | None = None) -> int:

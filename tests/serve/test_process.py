@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -128,3 +129,13 @@ def test_a_small_cache_and_processed_logprobs_are_told_apart_from_errors(
     assert logprobs.top_logprobs is not None
     assert -9999.0 in logprobs.top_logprobs[0].values()
     assert server.stop() == 0
+
+
+def test_an_address_that_is_taken_is_told_before_the_model_is_loaded(checkpoint: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-m", "nano.serve", "--model", str(checkpoint), "--port", port]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert f"cannot listen on 127.0.0.1 port {port}" in done.stderr
+    assert "weights" not in done.stderr
