@@ -41,7 +41,7 @@ from nano.errors import NanoError
 from nano.log import get_logger, setup_logging
 from nano.outputs import TokenOutput
 
-logger = get_logger(__name__)
+logger = get_logger("nano.engine.process")  # run as a program, this module is __main__
 
 HEARTBEAT_SECONDS = 1.0
 IDLE_POLL_MS = 200  # an idle core notices a signal within this

@@ -15,7 +15,7 @@ from nano.log import get_logger, setup_logging
 from nano.serve.app import create_app
 from nano.serve.async_engine import AsyncEngine
 
-logger = get_logger(__name__)
+logger = get_logger("nano.serve")  # run as a program, this module is called __main__
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 SHUTDOWN_SECONDS = 5  # that requests in flight have to end after the order to stop
@@ -27,6 +27,12 @@ class HttpServer(uvicorn.Server):  # type: ignore[misc]  # uvicorn has no types 
     def __init__(self, config: uvicorn.Config, engine: AsyncEngine):
         super().__init__(config)
         self._engine = engine
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            host, port = listener.getsockname()[:2]
+            logger.info("serving on http://%s:%d (Ctrl-C ends it)", host, port)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         reason = "the server is shutting down"
@@ -88,7 +94,6 @@ def answer(
         # For callers who do not read their last answer.
         timeout_graceful_shutdown=2 * SHUTDOWN_SECONDS,
     )
-    logger.info("listening on http://%s:%d", args.host, listener.getsockname()[1])
     HttpServer(http, engine).run([listener])
 
 
