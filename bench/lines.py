@@ -1,4 +1,4 @@
-"""Lines of code by package: growth is a decision, so it is printed in every test run.
+"""Lines of Python and C++ by package: growth is a decision, so it is printed in every test run.
 
 python bench/lines.py
 """
@@ -10,7 +10,8 @@ NANO = Path(__file__).parent.parent / "nano"
 
 def main() -> None:
     rows: dict[str, list[int]] = {}
-    for path in sorted(NANO.rglob("*.py")):
+    sources = [path for kind in ("*.py", "*.cpp", "*.h") for path in NANO.rglob(kind)]
+    for path in sources:
         parts = path.relative_to(NANO).parts
         package = parts[0] + "/" if len(parts) > 1 else "(top level)"
         rows.setdefault(package, []).append(len(path.read_text().splitlines()))
