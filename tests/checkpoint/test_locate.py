@@ -1,6 +1,7 @@
 """From what a user calls a model to a folder."""
 
 import os
+import shutil
 import sys
 import threading
 
@@ -66,6 +67,25 @@ def test_a_failed_conversion_leaves_nothing_behind(gguf_file, cache):
     with pytest.raises(CheckpointError, match=r"tiny\.gguf"):
         locate_model(str(gguf_file))
     assert list(cache.iterdir()) == []
+
+
+def test_what_a_killed_conversion_left_is_removed_and_a_running_one_left_alone(gguf_file, cache):
+    converted = locate_model(str(gguf_file))
+    name = converted.name
+    shutil.rmtree(converted)
+    abandoned, running = cache / f".{name}-abandoned", cache / f".{name}-running"
+    for folder in (abandoned, running):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"half")
+    os.utime(abandoned, (1, 1))
+    assert locate_model(str(gguf_file)).name == name
+    assert not abandoned.exists()
+    assert running.exists()
+
+
+def test_a_conversion_may_be_read_by_whoever_may_read_the_cache(gguf_file, cache):
+    folder = locate_model(str(gguf_file))
+    assert folder.stat().st_mode == cache.stat().st_mode
 
 
 def test_two_conversions_at_once_both_find_one_complete_folder(gguf_file, cache, monkeypatch):
