@@ -32,6 +32,8 @@ class WorkerInfo(Protocol):
     @property
     def num_lookahead_tokens(self) -> int: ...
     @property
+    def costly_context(self) -> int | None: ...
+    @property
     def step_seconds(self) -> float: ...
     @property
     def numerics_id(self) -> str: ...
@@ -71,6 +73,7 @@ class EngineCore:
             max_num_requests=info.max_num_requests,
             policy=config.scheduler.policy,
             long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
+            costly_context=info.costly_context,
         )
         self._num_steps = 0
         self.step_seconds = info.step_seconds  # predicted for a full step

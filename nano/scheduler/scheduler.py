@@ -4,6 +4,7 @@ There is no phase. A prompt chunk, a resumed prompt, a decode token and its draf
 that a request has and whose KV is not computed yet. Owns every `Request`; reads no clock.
 """
 
+import math
 from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -46,6 +47,9 @@ class Scheduler:
     max_model_len                 most tokens of one request, prompt and output
     long_prefill_token_threshold  most tokens per step of a request that has more than one known
                                   token to compute; 0: no such cap
+    costly_context                context at which attending costs a token as much as all else.
+                                  Chunks of prompts then take of the budget what they cost, so
+                                  that a step takes as long at any context; None: a token is one
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class Scheduler:
         max_num_requests: int,
         policy: Policy = "fcfs",
         long_prefill_token_threshold: int = 0,
+        costly_context: int | None = None,
     ):
         assert token_budget >= 1, f"token_budget must be at least 1, got {token_budget}"
         assert max_num_requests >= 1, f"max_num_requests must be at least 1, got {max_num_requests}"
@@ -66,6 +71,7 @@ class Scheduler:
         self.max_num_requests = max_num_requests
         self.policy = policy
         self.chunk_cap = long_prefill_token_threshold or token_budget
+        self.costly_context = costly_context
 
         self.requests: dict[str, Request] = {}  # running and waiting
         self.waiting = make_request_queue(policy)
@@ -170,8 +176,8 @@ class Scheduler:
                     break  # it was the last, and gave way itself
             if shared_ids or block_ids:
                 plan.new_block_ids[request.request_id] = shared_ids + block_ids
+            budget -= min(share, self._cost(request, request.num_computed_tokens, num_tokens))
             self._put_in_plan(plan, request, num_tokens)
-            budget -= num_tokens
         return budget
 
     def _extend_prefix(self, request: Request) -> list[int]:
@@ -204,8 +210,8 @@ class Scheduler:
                     bad_words_token_ids=request.bad_words_token_ids,
                 )
             )
+            budget -= min(budget, self._cost(request, hit.num_tokens, num_tokens))
             self._put_in_plan(plan, request, num_tokens)
-            budget -= num_tokens
 
     def _num_tokens_to_compute(self, request: Request, num_computed: int, budget: int) -> int:
         """How many of its tokens, known ones first and then drafts, the step computes.
@@ -214,10 +220,25 @@ class Scheduler:
         that could not be accepted.
         """
         num_known = len(request.token_ids) - num_computed
+        if num_known > 1 and self.costly_context is not None:
+            # The largest n whose _cost is within the budget, but at least one token.
+            weight = self.costly_context + num_computed
+            root = math.isqrt(weight**2 + 2 * budget * self.costly_context)
+            budget = max(1, min(budget, root - weight))
         if num_known > 1 and self.chunk_cap < self.token_budget:
             budget = self._end_at_block(num_computed, num_known, min(self.chunk_cap, budget))
         room = request.max_num_tokens - 1 - num_computed
         return min(num_known + len(request.draft_token_ids), room, budget)
+
+    def _cost(self, request: Request, num_computed: int, num_tokens: int) -> int:
+        """What `num_tokens` from position `num_computed` on take of the budget, in tokens.
+
+        A decode token counts as one at any context: it is not the budget's to make it cheaper.
+        """
+        if self.costly_context is None or len(request.token_ids) - num_computed <= 1:
+            return num_tokens
+        mean_context = num_computed + num_tokens / 2
+        return math.ceil(num_tokens * (1 + mean_context / self.costly_context))
 
     def _end_at_block(self, num_computed: int, num_known: int, chunk: int) -> int:
         """`chunk`, shortened to end at a block's end if the prompt goes on behind it.

@@ -30,8 +30,9 @@ from nano.worker.model_runner import ModelRunner
 
 logger = get_logger(__name__)
 
-_STEP_SECONDS = 0.5  # a full step should not take longer than this
+_STEP_SECONDS = 0.35  # aimed at, so that a full step stays under half a second despite noise
 _PROBE_TOKENS = 256
+_PROBE_CONTEXT = 2048
 _MAX_AUTO_BUDGET = 8192
 _CPU_MEMORY_FRACTION = 0.4  # main memory is shared with everything else on the machine
 
@@ -43,6 +44,8 @@ class WorkerInfo:
     kv_cache: KVCacheConfig
     token_budget: int
     max_num_requests: int
+    # Context at which attending costs a token as much as all else; None: the budget was told.
+    costly_context: int | None
     num_lookahead_tokens: int  # KV slots that proposers write past the target's last token
     step_seconds: float  # predicted for a full step
     numerics_id: str
@@ -82,7 +85,7 @@ class Worker:
         backend_class = select_backend(config.attention.backend, layers, self.device.torch_device)
         self.backend = backend_class(config.kv_cache.block_size, layers[0].head_dim ** -0.5)
 
-        step_seconds, token_budget = self._measure_step(layers)
+        step_seconds, token_budget, costly_context = self._measure_step(layers)
         max_num_requests = min(config.scheduler.max_num_requests, token_budget)
         if max_num_requests < config.scheduler.max_num_requests:
             logger.info(
@@ -97,6 +100,7 @@ class Worker:
             kv_cache=kv_cache,
             token_budget=token_budget,
             max_num_requests=max_num_requests,
+            costly_context=costly_context,
             num_lookahead_tokens=self.proposer.num_lookahead_tokens,
             step_seconds=step_seconds,
             numerics_id=numerics_id(config, self.backend, self._packs),
@@ -154,26 +158,56 @@ class Worker:
             device=self.device.torch_device,
         )
 
-    def _measure_step(self, layers: list[LayerKVSpec]) -> tuple[float, int]:
-        """(predicted seconds of a full step, token budget): run real steps on a made-up plan."""
-        config = self.config
-        assert config.model.max_model_len is not None
-        num_tokens = min(_PROBE_TOKENS, config.model.max_model_len)
-        num_blocks = -(-num_tokens // config.kv_cache.block_size)
+    def _measure_step(self, layers: list[LayerKVSpec]) -> tuple[float, int, int | None]:
+        """(predicted seconds of a full step, token budget, costly context).
+
+        A token is taken to cost a + b * context seconds, from real steps at two contexts.
+        """
+        max_model_len = self.config.model.max_model_len
+        assert max_model_len is not None
+        num_tokens = min(_PROBE_TOKENS, max_model_len)
+        per_token = self._time_chunk(layers, 0, num_tokens) / num_tokens
+        budget = self.config.scheduler.token_budget
+        if budget is not None:
+            return budget * per_token, budget, None
+        costly_context = None
+        far = min(_PROBE_CONTEXT, max_model_len - num_tokens)
+        if far >= num_tokens:
+            slope = (self._time_chunk(layers, far, num_tokens) / num_tokens - per_token) / far
+            if slope > 0:
+                per_token = max(per_token - slope * num_tokens / 2, per_token / 2)
+                costly_context = max(1, int(per_token / slope))
+        budget = max(16, min(int(_STEP_SECONDS / per_token), _MAX_AUTO_BUDGET) // 16 * 16)
+        logger.info(
+            "max_num_batched_tokens: %d (measured %.3f ms per token, twice that at a context of "
+            "%s; a full step takes %.2f s)",
+            budget,
+            per_token * 1e3,
+            costly_context,
+            budget * per_token,
+        )
+        return budget * per_token, budget, costly_context
+
+    def _time_chunk(self, layers: list[LayerKVSpec], num_computed: int, num_tokens: int) -> float:
+        """Seconds of a real step over a made-up plan: a chunk behind `num_computed` tokens."""
+        num_known = num_computed + num_tokens
+        num_blocks = -(-num_known // self.config.kv_cache.block_size)
         runner = self._make_runner(layers, num_blocks, 1, num_tokens)
+        for cache in runner.context.kv_caches:
+            cache.zero_()  # what was never computed is read here
         seconds = []
         for step in range(3):  # the first one warms up
             request_id = f"probe-{step}"
             plan = StepPlan(
                 step=step,
                 num_scheduled_tokens={request_id: num_tokens},
-                num_computed_tokens={request_id: 0},
+                num_computed_tokens={request_id: num_computed},
                 new_requests=[
                     NewRequest(
                         request_id=request_id,
-                        token_ids=[0] * num_tokens,
-                        num_prompt_tokens=num_tokens,
-                        num_computed_tokens=0,
+                        token_ids=[0] * num_known,
+                        num_prompt_tokens=num_known,
+                        num_computed_tokens=num_computed,
                         block_ids=list(range(num_blocks)),
                         sampling_params=SamplingParams(temperature=0.0, seed=0),
                     )
@@ -184,18 +218,7 @@ class Worker:
             runner.execute(plan)
             self.device.synchronize()
             seconds.append(time.perf_counter() - started)
-        per_token = min(seconds[1:]) / num_tokens
-        budget = config.scheduler.token_budget
-        if budget is None:
-            budget = int(_STEP_SECONDS / per_token)
-            budget = max(16, min(budget, _MAX_AUTO_BUDGET) // 16 * 16)
-            logger.info(
-                "max_num_batched_tokens: %d (measured %.3f ms per token; a full step takes %.2f s)",
-                budget,
-                per_token * 1e3,
-                budget * per_token,
-            )
-        return budget * per_token, budget
+        return min(seconds[1:])
 
     def _num_blocks(self, layers: list[LayerKVSpec], max_num_requests: int) -> int:
         """Blocks of the KV pool: as told, or what fits the share of free memory."""

@@ -33,6 +33,7 @@ class FakeInfo:
     token_budget: int = 64
     max_num_requests: int = 4
     num_lookahead_tokens: int = 0
+    costly_context: int | None = None
     step_seconds: float = 0.01
     numerics_id: str = "fake"
 

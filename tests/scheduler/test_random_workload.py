@@ -34,7 +34,9 @@ class Workload:
 
 
 WORKLOADS = [
-    Workload("roomy", 64, 4, scheduler={"token_budget": 24, "max_num_requests": 6}),
+    Workload(
+        "roomy", 64, 4, scheduler={"token_budget": 24, "max_num_requests": 6, "costly_context": 20}
+    ),
     Workload(
         "crowded, slot by slot",
         40,
@@ -60,6 +62,7 @@ WORKLOADS = [
             "token_budget": 12,
             "max_num_requests": 4,
             "long_prefill_token_threshold": 5,
+            "costly_context": 15,
         },
     ),
     Workload(

@@ -169,6 +169,46 @@ class TestBudget:
         assert driver.plans[0].num_scheduled_tokens == {"a": 4, "b": 3}
         assert driver.plans[1].num_scheduled_tokens == {"a": 4, "b": 1}
 
+    def test_chunks_take_of_the_budget_what_they_cost_at_their_context(self) -> None:
+        scheduler = make_scheduler(
+            1024, 16, token_budget=300, max_model_len=9000, costly_context=1000
+        )
+        driver = Driver(scheduler)
+        scheduler.add(make_request("a", 5000, max_tokens=1))
+        driver.run()
+        start = 0
+        for plan in driver.plans:
+            num_tokens = plan.num_scheduled_tokens["a"]
+            cost = num_tokens * (1 + (start + num_tokens / 2) / 1000)
+            assert cost <= 300
+            start += num_tokens
+            # And no chunk is smaller than it must be, but for the last one.
+            more = (num_tokens + 2) * (1 + (start + 1) / 1000)
+            assert more > 300 or start == 5000
+        sizes = [plan.num_scheduled_tokens["a"] for plan in driver.plans]
+        assert sizes[0] > 250
+        assert 45 <= sizes[-2] <= 60
+
+    def test_two_long_prompts_share_what_one_step_may_cost_and_no_stream_stalls(self) -> None:
+        scheduler = make_scheduler(
+            2048, 16, token_budget=300, max_model_len=9000, costly_context=1000
+        )
+        driver = Driver(scheduler)
+        scheduler.add(make_request("stream", 5, max_tokens=60))
+        driver.step()
+        for name, first in (("a", 0), ("b", 7)):
+            scheduler.add(make_request(name, list(range(first, first + 4000)), max_tokens=1))
+        while len(driver.token_ids["stream"]) < 60:
+            driver.step()
+            assert driver.plans[-1].num_scheduled_tokens.get("stream") == 1
+            cost = sum(
+                num * (1 + (driver.plans[-1].num_computed_tokens[name] + num / 2) / 1000)
+                for name, num in driver.plans[-1].num_scheduled_tokens.items()
+                if name != "stream"
+            )
+            assert cost <= 300 + 5  # the last token of a chunk may cost a few
+        driver.run()
+
     def test_a_threshold_below_the_block_size_still_makes_progress(self) -> None:
         driver = Driver(make_scheduler(token_budget=32, long_prefill_token_threshold=3))
         driver.scheduler.add(make_request("a", 9, max_tokens=1))
