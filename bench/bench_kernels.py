@@ -10,16 +10,19 @@ from nano.kv_spec import LayerKVSpec
 from nano.layers.cpu_linear import PackedWeight
 from tests.attention.test_backends import Sequences
 
-NUM_MATRICES = 24  # together larger than the last-level cache, as a model's layers are
+# (outputs, inputs, how many: together larger than the last-level cache, as a model's layers are)
+SHAPES = [(1536, 576, 24), (8960, 1536, 3)]
 
 
-@pytest.mark.parametrize("num_rows", [1, 5, 8, 64])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("num_rows", [1, 5, 8, 64, 256])
 @pytest.mark.parametrize("kernel", ["native bfloat16", "native float32", "torch float32"])
-def test_linear_1536_by_576(benchmark, kernel: str, num_rows: int):
-    weights = [torch.randn(1536, 576) for _ in range(NUM_MATRICES)]
+def test_linear(benchmark, kernel: str, num_rows: int, shape: tuple[int, int, int]):
+    num_outputs, num_inputs, count = shape
+    weights = [torch.randn(num_outputs, num_inputs) for _ in range(count)]
     if kernel == "native bfloat16":
         weights = [weight.bfloat16().float() for weight in weights]
-    x = torch.randn(num_rows, 576)
+    x = torch.randn(num_rows, num_inputs)
     if kernel == "torch float32":
         benchmark(lambda: [functional.linear(x, weight) for weight in weights])
     else:
