@@ -32,7 +32,8 @@ logger = get_logger(__name__)
 
 _STEP_SECONDS = 0.35  # aimed at, so that a full step stays under half a second despite noise
 _PROBE_TOKENS = 256
-_PROBE_CONTEXT = 2048
+_FAR_PROBE_TOKENS = 64  # few, for a quick start: it is compared with as many at no context
+_FAR_PROBE_CONTEXT = 2048
 _MAX_AUTO_BUDGET = 8192
 _CPU_MEMORY_FRACTION = 0.4  # main memory is shared with everything else on the machine
 
@@ -166,14 +167,16 @@ class Worker:
         max_model_len = self.config.model.max_model_len
         assert max_model_len is not None
         num_tokens = min(_PROBE_TOKENS, max_model_len)
-        per_token = self._time_chunk(layers, 0, num_tokens) / num_tokens
+        per_token = self._time_chunk(layers, 0, num_tokens, num_runs=3) / num_tokens
         budget = self.config.scheduler.token_budget
         if budget is not None:
             return budget * per_token, budget, None
         costly_context = None
-        far = min(_PROBE_CONTEXT, max_model_len - num_tokens)
+        far = min(_FAR_PROBE_CONTEXT, max_model_len - _FAR_PROBE_TOKENS)
         if far >= num_tokens:
-            slope = (self._time_chunk(layers, far, num_tokens) / num_tokens - per_token) / far
+            extra = self._time_chunk(layers, far, _FAR_PROBE_TOKENS, num_runs=2)
+            extra -= self._time_chunk(layers, 0, _FAR_PROBE_TOKENS, num_runs=2)
+            slope = extra / _FAR_PROBE_TOKENS / far
             if slope > 0:
                 per_token = max(per_token - slope * num_tokens / 2, per_token / 2)
                 costly_context = max(1, int(per_token / slope))
@@ -188,15 +191,20 @@ class Worker:
         )
         return budget * per_token, budget, costly_context
 
-    def _time_chunk(self, layers: list[LayerKVSpec], num_computed: int, num_tokens: int) -> float:
-        """Seconds of a real step over a made-up plan: a chunk behind `num_computed` tokens."""
+    def _time_chunk(
+        self, layers: list[LayerKVSpec], num_computed: int, num_tokens: int, num_runs: int
+    ) -> float:
+        """Seconds of a real step over a made-up plan: a chunk behind `num_computed` tokens.
+
+        The least of `num_runs`, of which the first warms up.
+        """
         num_known = num_computed + num_tokens
         num_blocks = -(-num_known // self.config.kv_cache.block_size)
         runner = self._make_runner(layers, num_blocks, 1, num_tokens)
         for cache in runner.context.kv_caches:
             cache.zero_()  # what was never computed is read here
         seconds = []
-        for step in range(3):  # the first one warms up
+        for step in range(num_runs):
             request_id = f"probe-{step}"
             plan = StepPlan(
                 step=step,
