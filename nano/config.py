@@ -22,6 +22,7 @@ from nano.log import get_logger
 logger = get_logger(__name__)
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+Quantization = Literal["int8", "w8a8", "int4", "bfloat16", "awq", "gptq", "gguf"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +36,14 @@ class ModelOptions:
     load_format: Literal["auto", "dummy"] = "auto"
     max_logprobs: int = 20
     logprobs_mode: LogprobsMode = "raw_logprobs"
+    quantization: Quantization | None = None
+    numerics: Literal["exact", "fast"] = "exact"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheOptions:
     block_size: int = 16
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     enable_prefix_caching: bool = True
     memory_fraction: float | None = None
     memory_bytes: int | None = None
@@ -62,6 +66,7 @@ class AttentionOptions:
 @dataclass(frozen=True, kw_only=True)
 class CompileOptions:
     mode: Literal["auto", "eager", "compiled"] = "auto"
+    startup: Literal["auto", "eager-first", "compiled-first"] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +242,19 @@ ENGINE_ARGS: dict[str, EngineArg] = {
     "logprobs_mode": EngineArg(
         "model", "logprobs_mode", "log probabilities before or after the sampling parameters"
     ),
+    "quantization": EngineArg(
+        "model",
+        "quantization",
+        "how weights are stored: int8, w8a8, int4 (online), bfloat16 (rounded), or what the "
+        "checkpoint holds",
+    ),
+    "numerics": EngineArg(
+        "model",
+        "numerics",
+        "without a C++ compiler: exact (slow, batch-independent) or fast (torch's own kernels)",
+    ),
     "block_size": EngineArg("kv_cache", "block_size", "token slots per KV block"),
+    "kv_cache_dtype": EngineArg("kv_cache", "dtype", "what keys and values are stored as"),
     "enable_prefix_caching": EngineArg(
         "kv_cache", "enable_prefix_caching", "share the KV of equal prompt prefixes"
     ),
@@ -259,6 +276,11 @@ ENGINE_ARGS: dict[str, EngineArg] = {
     ),
     "attention_backend": EngineArg("attention", "backend", "which attention kernel"),
     "compile_mode": EngineArg("compile", "mode", "eager or compiled"),
+    "startup": EngineArg(
+        "compile",
+        "startup",
+        "eager-first serves at once and swaps compiled pieces in; compiled-first waits for them",
+    ),
     "device": EngineArg("device", "kind", "where to compute"),
     "threads": EngineArg("device", "num_threads", "CPU threads of the engine"),
 }

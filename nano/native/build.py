@@ -1,18 +1,24 @@
-"""Compiles our C++ files on first use and loads them with ctypes.
+"""Compiles our C++ files on first use and loads them: as torch ops, or with ctypes.
 
-Plain `extern "C"` files without torch headers take two seconds; the result is cached under a key of
-everything it depends on: sources, flags, compiler, CPU. Import torch first: then both use the one
-OpenMP runtime that torch brought.
+Ops are registered through torch's stable C++ interface, whose headers cost a second where ATen's
+cost fourteen, and which a call crosses in a microsecond where Python with ctypes takes ten. What is
+built is cached under a key of all it depends on: sources, flags, CPU, torch. With the cache filled no
+compiler is needed.
 """
 
 import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 from nano.log import get_logger
@@ -20,30 +26,99 @@ from nano.log import get_logger
 logger = get_logger(__name__)
 
 _HEADERS = Path(__file__).parent
-# No -ffast-math: it would let the compiler change the order of sums.
-_FLAGS = ("-O3", "-std=c++20", "-fopenmp", "-shared", "-fPIC", "-fno-math-errno", "-Wall")
+_THREADS = _HEADERS / "threads.cpp"
+# No -ffast-math: it would let the compiler change the order of sums. Fused multiply-adds are asked
+# for, so that every copy of a loop has them.
+_FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-fno-math-errno", "-ffp-contract=fast", "-Wall")
+
+
+def load_ops(source: Path) -> bool:
+    """Register the torch ops of `source`, compiled now unless it is in the cache.
+
+    False without a compiler or if it does not compile; why is logged once per file.
+    """
+    return _load_ops(source, cpu_flags())
 
 
 @cache
-def load_library(source: Path) -> ctypes.CDLL | None:
-    """The compiled `source`, built now unless it is in the cache; None without a compiler.
+def load_threads() -> ctypes.CDLL | None:
+    """The thread pool that every kernel calls; None if it cannot be built."""
+    library = _built(_THREADS, cpu_flags())
+    if library is None:
+        return None
+    pool = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)  # kernels find its symbols
+    pool.nano_set_num_threads.argtypes = [ctypes.c_int]
+    pool.nano_set_num_threads.restype = None
+    pool.nano_num_threads.restype = ctypes.c_int
+    return pool
 
-    Why there is none is logged once per file. Two processes may build at once: each writes a file
-    of its own and renames it into place.
-    """
-    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
-    if compiler is None:
+
+def build_all(sources: Iterable[Path]) -> None:
+    """Compile what is not in the cache yet, side by side. Needs no torch: call it early."""
+    with ThreadPoolExecutor(4) as pool:
+        for _ in pool.map(lambda source: _built(source, cpu_flags()), [_THREADS, *sources]):
+            pass
+
+
+def compiler() -> str | None:
+    """The C++ compiler: $CXX, g++ or c++. None if there is none."""
+    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
+
+
+def cpu_flags() -> tuple[str, ...]:
+    """Which instruction set to compile for: this CPU's, or what NANO_CPU_FLAGS says instead."""
+    told = os.environ.get("NANO_CPU_FLAGS")
+    if told is not None:
+        return tuple(shlex.split(told))
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    return ("-march=native" if is_x86 else "-mcpu=native",)
+
+
+@cache
+def cpu_name() -> str:
+    """Model and instruction sets: what -march=native looks at."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
+
+
+@cache
+def _load_ops(source: Path, flags: tuple[str, ...]) -> bool:
+    if load_threads() is None:
+        return False
+    library = _built(source, flags)
+    if library is None:
+        return False
+    import torch  # only here: building needs none
+
+    torch.ops.load_library(str(library))
+    return True
+
+
+@cache
+def _built(source: Path, flags: tuple[str, ...]) -> Path | None:
+    """The library compiled from `source`. Two processes may build at once: each writes a file of
+    its own and renames it into place."""
+    library = _cache_folder() / f"{source.stem}-{_key(source, flags)}.so"
+    if library.exists():
+        return library
+    found = compiler()
+    if found is None:
         logger.warning("%s: no C++ compiler found; torch's own kernels are used", source.name)
         return None
-    command = [compiler, *_FLAGS, _cpu_flag(), f"-I{_HEADERS}", str(source)]
-    library = _cache_folder() / f"{source.stem}-{_key(command, source)}.so"
-    if not library.exists() and not _build(command, library):
+    command = [found, *_FLAGS, *flags, f"-I{_HEADERS}", f"-I{_torch_folder() / 'include'}"]
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        return library if _compile([*command, str(source)], library) else None
+    except OSError as error:
+        logger.warning("%s: %s; torch's own kernels are used", source.name, error)
         return None
-    return ctypes.CDLL(str(library))
 
 
-def _build(command: list[str], library: Path) -> bool:
-    library.parent.mkdir(parents=True, exist_ok=True)
+def _compile(command: list[str], library: Path) -> bool:
     handle, unfinished = tempfile.mkstemp(suffix=".so", dir=library.parent)
     os.close(handle)
     try:
@@ -62,35 +137,29 @@ def _build(command: list[str], library: Path) -> bool:
     return True
 
 
-def _cpu_flag() -> str:
-    return "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
-
-
-def _key(command: list[str], source: Path) -> str:
-    digest = hashlib.sha256(" ".join(command).encode())
-    for path in [source, *sorted(_HEADERS.glob("*.h"))]:
+def _key(source: Path, flags: tuple[str, ...]) -> str:
+    digest = hashlib.sha256(" ".join((*_FLAGS, *flags)).encode())
+    headers = {*_HEADERS.glob("*.h"), *source.parent.glob("*.h")}
+    for path in [source, *sorted(headers)]:
         digest.update(path.read_bytes())
-    digest.update(_compiler_version(command[0]).encode())
-    digest.update(_cpu_name().encode())
+    digest.update(version("torch").encode())
+    digest.update(cpu_name().encode())
     return digest.hexdigest()[:16]
 
 
-@cache
-def _compiler_version(compiler: str) -> str:
-    return subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-
-
-@cache
-def _cpu_name() -> str:
-    """Model and instruction sets: what -march=native looks at."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    wanted = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
+def _torch_folder() -> Path:
+    spec = find_spec("torch")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    return Path(spec.submodule_search_locations[0])
 
 
 def _cache_folder() -> Path:
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "nano" / "native"
+
+
+def load_library(source: Path) -> ctypes.CDLL | None:
+    """Temporary, for kernels not yet moved to torch ops."""
+    library = _built(source, cpu_flags()) if load_threads() is not None else None
+    return None if library is None else ctypes.CDLL(str(library))
