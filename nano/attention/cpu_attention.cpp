@@ -1,3 +1,4 @@
+#define NANO_LANES8  // until rewritten for any width
 // Causal attention over a paged KV cache, for ragged batches of any mix of chunk, decode and draft rows.
 //
 // The order of every sum is the point: a query row meets the keys in tiles of 16 absolute positions
@@ -12,6 +13,10 @@
 #include "vector.h"
 
 namespace {
+
+static inline float sum(Vec v) {
+  return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+}
 
 constexpr long TILE = 16;        // positions per online-softmax step; part of the numerics
 constexpr long QUERY_TILE = 4;   // query tokens that share the keys of one pass; not part of them

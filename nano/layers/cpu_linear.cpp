@@ -1,3 +1,4 @@
+#define NANO_LANES8  // until rewritten for any width
 // y[M, N] = x[M, K] @ w[N, K]^T + bias, for any number of rows M, with packed weights.
 //
 // The order of the sum is the point: each output is one chain of fused multiply-adds over
