@@ -1,10 +1,10 @@
-"""Where a greedy step goes, by rows: `python bench/step_time.py --model MODEL [options of the engine]`.
+"""Where a greedy step goes, by rows: `python bench/step_time.py --model MODEL [option=value ...]`.
 
 One request in the middle of its output verifies rows - 1 drafts that are all wrong, at a context of
-128: the same work as decoding for one row, and as verification for more. Beside the whole step stand
-its parts, each timed alone on the same tensors: linear layers, attention, logits, sampling; what is
-left is glue (norms, rotary, residuals, Python). Decoding reads every weight once, so the share of the
-read bandwidth says how far the step is from the limit of this machine.
+128: the same work as decoding for one row, and as verification for more. Beside the whole step
+stand its parts, each timed alone on the same tensors: linear layers, attention, logits, sampling;
+what is left is glue (norms, rotary, residuals, Python). Decoding reads every weight once, so the
+share of the read bandwidth says how far the step is from the limit of this machine.
 """
 
 import argparse
