@@ -8,12 +8,15 @@ tokens. `--rival` runs transformers' `generate` on the same weights in the same 
 
 import argparse
 import time
+from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from nano import LLM, SamplingParams
+from nano.checkpoint.hf_config import load_decoder_config
 from nano.checkpoint.locate import locate_model
+from nano.models.weight_sources import CheckpointWeights
 
 NUM_TOKENS = 64
 
@@ -22,6 +25,19 @@ def seconds(work) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
+
+
+def rival(folder: Path) -> torch.nn.Module:
+    """transformers' model of the same weights as floats, also where `folder` holds others."""
+    config = AutoConfig.from_pretrained(folder)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    weights = CheckpointWeights(folder, load_decoder_config(folder).quantization)
+    for name, parameter in model.named_parameters():
+        weight = weights.read(name, tuple(parameter.shape))
+        parameter.data.copy_(weight if isinstance(weight, torch.Tensor) else weight.dequantized())
+    return model
 
 
 def main() -> None:
@@ -49,9 +65,7 @@ def main() -> None:
             spent = seconds(lambda p=prompt: llm.generate(p, one, use_tqdm=False))
             print(f"prompt of {length:4}: {length / spent:7.1f} tokens/s")
     if args.rival:
-        model = AutoModelForCausalLM.from_pretrained(
-            locate_model(args.model), dtype=torch.float32
-        ).eval()
+        model = rival(locate_model(args.model))
         ids = torch.arange(100, 110)[None]
         limits = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         with torch.inference_mode():

@@ -8,13 +8,14 @@ recipe carries ours. Unknown names are refused. "auto" and None are resolved onc
 
 import argparse
 import dataclasses
+import os
 import tomllib
 import types
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from nano.checkpoint.hf_config import load_decoder_config
+from nano.checkpoint.hf_config import DecoderConfig, load_decoder_config
 from nano.checkpoint.locate import locate_model
 from nano.errors import ConfigError
 from nano.log import get_logger
@@ -23,6 +24,7 @@ logger = get_logger(__name__)
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 Quantization = Literal["int8", "w8a8", "int4", "bfloat16", "awq", "gptq", "gguf"]
+_CHECKPOINT_METHODS = ("awq", "gptq", "gguf")  # the others work on what has been loaded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,17 +206,58 @@ def resolve(config: EngineConfig) -> EngineConfig:
     if dtype == "auto":
         dtype = "float32"
         logger.info("dtype: float32 (auto on CPU; the checkpoint says %s)", decoder.dtype)
+    quantization = _resolve_quantization(model, decoder)
     mode = config.compile.mode
     if mode == "auto":
-        mode = "eager"
+        mode = _default_compile_mode()
     return dataclasses.replace(
         config,
         model=dataclasses.replace(
-            model, path=str(folder), dtype=dtype, max_model_len=max_model_len
+            model,
+            path=str(folder),
+            dtype=dtype,
+            max_model_len=max_model_len,
+            quantization=quantization,
         ),
         compile=dataclasses.replace(config.compile, mode=mode),
         device=dataclasses.replace(config.device, kind="cpu"),
     )
+
+
+def _default_compile_mode() -> Literal["auto", "eager", "compiled"]:
+    """What mode "auto" means: as NANO_COMPILE_MODE says (for debugging, and for tests, which would
+    start many compilers), else the worker's choice, who knows the kernels."""
+    told = os.environ.get("NANO_COMPILE_MODE", "auto")
+    for mode in ("auto", "eager", "compiled"):
+        if told == mode:
+            return mode
+    raise ConfigError(f"NANO_COMPILE_MODE must be auto, eager or compiled, got {told!r}")
+
+
+def _resolve_quantization(model: ModelOptions, decoder: DecoderConfig) -> Quantization | None:
+    """What the checkpoint's files hold, unless an online scheme is asked for on top of that."""
+    stored = None if decoder.quantization is None else decoder.quantization.method
+    asked = model.quantization
+    if model.load_format == "dummy" and stored is not None:
+        logger.info("load_format dummy makes float weights in place of the checkpoint's %s", stored)
+        stored = None
+    if asked is None:
+        if stored is not None:
+            logger.info("quantization: %s (what the checkpoint holds)", stored)
+        return stored
+    if asked in _CHECKPOINT_METHODS and asked != stored:
+        raise ConfigError(
+            f"quantization={asked}, but the weights of {model.path!r} are "
+            f"{stored or 'floats'}; leave it out to load them as they are"
+        )
+    if stored in ("awq", "gptq") and asked in ("int8", "w8a8", "int4"):
+        raise ConfigError(
+            f"quantization={asked} would quantize a second time: the weights of {model.path!r} are "
+            f"{stored} already; leave it out, or use bfloat16"
+        )
+    if asked == "bfloat16":
+        logger.info("quantization: bfloat16 rounds every weight that does not fit it")
+    return asked
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nano.errors import ConfigError
+from nano.native.threads import set_num_threads
 
 
 class CpuDevice:
@@ -21,9 +22,7 @@ class CpuDevice:
 
     def __init__(self, num_threads: int | None = None):
         self.torch_device = torch.device("cpu")
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
-        self.num_threads = torch.get_num_threads()
+        self.num_threads = set_num_threads(num_threads)
 
     def to_device(self, array: np.ndarray) -> Tensor:
         """The array as a tensor. Shares memory: the caller rewrites it only in the next step."""

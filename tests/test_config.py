@@ -139,3 +139,19 @@ def test_dtypes_that_the_cpu_does_not_compute_are_refused(tmp_path, dtype):
     folder = make_checkpoint(tmp_path / "m")
     with pytest.raises(ConfigError, match=f"dtype={dtype} is not computed on CPU"):
         resolve(EngineConfig.from_args({"model": str(folder), "dtype": dtype}))
+
+
+@pytest.mark.parametrize("told", ["auto", "eager", "compiled"])
+def test_the_environment_says_what_the_automatic_mode_is_and_nothing_else(
+    tmp_path, monkeypatch, told
+):
+    folder = make_checkpoint(tmp_path / "m")
+    monkeypatch.setenv("NANO_COMPILE_MODE", told)
+    assert resolve(EngineConfig.from_args({"model": str(folder)})).compile.mode == told
+    args = {"model": str(folder), "compile_mode": "compiled"}
+    assert resolve(EngineConfig.from_args(args)).compile.mode == "compiled"
+    monkeypatch.setenv("NANO_COMPILE_MODE", "fast")
+    with pytest.raises(ConfigError, match="NANO_COMPILE_MODE must be auto, eager or compiled"):
+        resolve(EngineConfig.from_args({"model": str(folder)}))
+    monkeypatch.delenv("NANO_COMPILE_MODE")
+    assert resolve(EngineConfig.from_args({"model": str(folder)})).compile.mode == "auto"

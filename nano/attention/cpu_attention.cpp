@@ -1,231 +1,362 @@
-#define NANO_LANES8  // until rewritten for any width
-// Causal attention over a paged KV cache, for ragged batches of any mix of chunk, decode and draft rows.
+// nano::paged_attention: causal attention over a paged KV cache, for ragged batches of any mix of chunk,
+// decode and draft rows. Writes the step's keys and values, then attends: one op.
 //
-// The order of every sum is the point: a query row meets the keys in tiles of 16 absolute positions
-// from position 0 on, with an online softmax, whatever the block size, its batch, its chunk or the
-// number of threads. Its result is the same bits in every case.
+// A row's result is the same bits in any batch, chunk, block size and number of threads; for the order
+// of its sums see attention_rows.h.
 //
-// Cache: [num_blocks][2][KVH][block_size][D] floats; [.., 0] are keys, [.., 1] values.
-#include <algorithm>
-#include <cmath>
-#include <vector>
+// Cache: [num_blocks][KVH][2][block_size * D], floats or bfloat16. Of the two, keys come first, in panels
+// of `width` positions, [block_size / width][D][width]; then values, [block_size][D]. The width is 16 if
+// that divides block_size, so that panels are read where they lie; else a block is one panel, and copied.
+#include <atomic>
+#include <memory>
 
-#include "vector.h"
+#include "attention_rows.h"
+#include "attention_tasks.h"
+#include "tensor.h"
+#include "threads.h"
 
 namespace {
 
-static inline float sum(Vec v) {
-  return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
-}
+using torch::headeronly::ScalarType;
 
-constexpr long TILE = 16;        // positions per online-softmax step; part of the numerics
-constexpr long QUERY_TILE = 4;   // query tokens that share the keys of one pass; not part of them
-constexpr int CHUNK = 8;         // vectors of the head that are accumulated at a time, in registers
+constexpr long WRITTEN_TOGETHER = 32;  // tokens that one task writes
 
 struct Cache {
-  float* data;
-  long block_size, kv_heads, dim;
+  void* data;
+  bool is_bfloat16;
+  long kv_heads, block_size, width, dim;
 
-  // The row of `position` among keys (kind 0) or values (kind 1) of one head.
-  float* row(long block, long kind, long head, long offset) const {
-    return data + (((block * 2 + kind) * kv_heads + head) * block_size + offset) * dim;
+  // Keys of a block; its values follow `size()` later. T: float or BFloat16, as is_bfloat16 says.
+  template <class T>
+  T* keys(long block, long head) const {
+    return static_cast<T*>(data) + (block * kv_heads + head) * 2 * size();
   }
+  long size() const { return block_size * dim; }
 };
 
-// [a0+..+a7, ..., h0+..+h7]: sums of eight vectors by a butterfly.
-inline Vec sums_of_eight(const Vec* v) {
-  Vec pairs[4], quads[2];
-  for (int i = 0; i < 4; i++) {
-    Vec a = v[2 * i], b = v[2 * i + 1];
-    pairs[i] = __builtin_shufflevector(a, b, 0, 8, 2, 10, 4, 12, 6, 14) +
-               __builtin_shufflevector(a, b, 1, 9, 3, 11, 5, 13, 7, 15);
-  }
-  for (int i = 0; i < 2; i++) {
-    Vec a = pairs[2 * i], b = pairs[2 * i + 1];
-    quads[i] = __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13) +
-               __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
-  }
-  return __builtin_shufflevector(quads[0], quads[1], 0, 1, 2, 3, 8, 9, 10, 11) +
-         __builtin_shufflevector(quads[0], quads[1], 4, 5, 6, 7, 12, 13, 14, 15);
-}
-
-// e^x for x <= 0, to about 1e-7; NaN stays NaN. (Cephes' polynomial.)
-inline Vec exponential(Vec x) {
-  const Vec lowest = broadcast(-87.0f);
-  x = x < lowest ? lowest : x;
-  const Vec magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  Vec n = (x * broadcast(1.44269504f) + magic) - magic;
-  Vec r = x - n * broadcast(0.693359375f);
-  r = r - n * broadcast(-2.12194440e-4f);
-  Vec p = broadcast(1.9875691500e-4f);
-  p = p * r + broadcast(1.3981999507e-3f);
-  p = p * r + broadcast(8.3334519073e-3f);
-  p = p * r + broadcast(4.1665795894e-2f);
-  p = p * r + broadcast(1.6666665459e-1f);
-  p = p * r + broadcast(0.5f);
-  p = (r * r) * p + (r + broadcast(1.0f));
-  IntVec exponent = (__builtin_convertvector(n, IntVec) + 127) << 23;
-  return p * reinterpret_cast<Vec>(exponent);
-}
-
-const IntVec LANE_INDEX = {0, 1, 2, 3, 4, 5, 6, 7};
-
-// The running softmax of one query row.
-struct Row {
-  float best = -INFINITY;
-  float mass = 0.0f;
-  long last;  // the last position it sees: its own
-};
-
-// Scores of one row against the eight keys at `keys`.
-template <int DIM>
-inline Vec scores_of_eight(const float* q, const float* const* keys, long dim) {
-  const long d = DIM ? DIM : dim;
-  Vec partial[8];
-  for (int t = 0; t < 8; t++) {
-    Vec product = load(q) * load(keys[t]);
-    for (long i = LANES; i < d; i += LANES) product += load(q + i) * load(keys[t] + i);
-    partial[t] = product;
-  }
-  return sums_of_eight(partial);
-}
-
-// out = out * shrink + the weighted values, COUNT vectors from dimension `at` on.
-template <int COUNT>
-inline void add_values(float* out, const float* const* values, long at, const float* weights,
-                       long visible, float shrink) {
-  Vec sums[COUNT];
-#pragma GCC unroll 8
-  for (int c = 0; c < COUNT; c++) sums[c] = load(out + c * LANES) * broadcast(shrink);
-  for (long t = 0; t < visible; t++) {
-    const Vec weight = broadcast(weights[t]);
-#pragma GCC unroll 8
-    for (int c = 0; c < COUNT; c++) sums[c] += weight * load(values[t] + at + c * LANES);
-  }
-#pragma GCC unroll 8
-  for (int c = 0; c < COUNT; c++) store(out + c * LANES, sums[c]);
-}
-
-// Let `row` attend to the positions [start, start + TILE) that it sees. out: [D] so far, unscaled.
-template <int DIM>
-inline void attend_to_tile(Row& row, const float* q, float* out, long start,
-                           const float* const* keys, const float* const* values, long dim) {
-  const long d = DIM ? DIM : dim;
-  const long visible = std::min(TILE, row.last + 1 - start);
-  Vec low = scores_of_eight<DIM>(q, keys, dim), high = scores_of_eight<DIM>(q, keys + 8, dim);
-  const IntVec seen_low = LANE_INDEX < (int32_t)visible;
-  const IntVec seen_high = LANE_INDEX + 8 < (int32_t)visible;
-  const Vec hidden = broadcast(-INFINITY);
-  low = seen_low ? low : hidden;
-  high = seen_high ? high : hidden;
-  const Vec larger = low > high ? low : high;
-  float best = row.best;
-  for (int i = 0; i < LANES; i++) best = larger[i] > best ? larger[i] : best;
-  low = seen_low ? exponential(low - broadcast(best)) : broadcast(0.0f);
-  high = seen_high ? exponential(high - broadcast(best)) : broadcast(0.0f);
-  const float shrink = best == row.best ? 1.0f : exponential(broadcast(row.best - best))[0];
-  row.best = best;
-  row.mass = row.mass * shrink + sum(low + high);
-  float weights[TILE];
-  store(weights, low);
-  store(weights + LANES, high);
-  long i = 0;
-  for (; i + CHUNK * LANES <= d; i += CHUNK * LANES)
-    add_values<CHUNK>(out + i, values, i, weights, visible, shrink);
-  for (; i < d; i += LANES) add_values<1>(out + i, values, i, weights, visible, shrink);
-}
-
+// One call of the op.
 struct Step {
-  const float* q;  // [T][H][D]
-  float* out;      // [T][H][D]
+  const float *q, *k, *v;                 // [T][H][D], [T][KVH][D], [T][KVH][D]
+  long q_stride, k_stride, v_stride;      // between tokens
+  float* out;                             // [T][H][D]
   Cache cache;
-  const int32_t* table;        // [R][max_blocks]
-  const int32_t* query_start;  // [R + 1]
-  const int32_t* seq_lens;     // [R]
-  long max_blocks, num_heads;
+  const int32_t* block_table;             // [R][table_stride]
+  const int64_t* slots;                   // [T]
+  const int32_t *query_start, *seq_lens;  // [R + 1], [R]
+  long num_requests, table_stride, num_heads;
   float scale;
 };
 
-struct Task {
-  int32_t request, first_query;  // the latter counted from the request's first query
+// Float memory of a thread that starts at a cache line: vectors across two lines cost two loads.
+class Memory {
+ public:
+  float* at_least(long num_floats) {
+    if ((long)floats_.size() < num_floats + 16) floats_.resize(num_floats + 16);
+    const long misplaced = reinterpret_cast<uintptr_t>(floats_.data()) / sizeof(float) % 16;
+    return floats_.data() + (16 - misplaced) % 16;
+  }
+
+ private:
+  std::vector<float> floats_;
 };
 
-template <int DIM>
-void run_task(const Step& step, const Task& task, long head) {
-  const long dim = step.cache.dim, block_size = step.cache.block_size;
-  const long group = step.num_heads / step.cache.kv_heads;
-  const long start = step.query_start[task.request];
-  const long num_queries = step.query_start[task.request + 1] - start;
-  const long seq_len = step.seq_lens[task.request];
-  const long count = std::min(QUERY_TILE, num_queries - task.first_query);
-  const int32_t* blocks = step.table + task.request * step.max_blocks;
+// What a task works in.
+struct Scratch {
+  float* q;       // [rows][D], scaled
+  float* scores;  // [rows][RANGE]; later weights
+  float* panels;  // [CHUNK * D]: copied keys or values
+  State state, next;
+};
 
-  // Rows are (query token, query head of the group); they share every key and value.
-  const long num_rows = count * group;
-  std::vector<Row> rows(num_rows);
-  std::vector<float> q(num_rows * dim), out(num_rows * dim, 0.0f);
-  for (long r = 0; r < num_rows; r++) {
-    const long token = task.first_query + r / group;
-    rows[r].last = seq_len - num_queries + token;
-    const float* from = step.q + ((start + token) * step.num_heads + head * group + r % group) * dim;
-    for (long i = 0; i < dim; i++) q[r * dim + i] = from[i] * step.scale;
+Scratch scratch_of_thread(long num_rows, long dim) {
+  static thread_local Memory memory;
+  const long q = aligned(num_rows * dim), scores = num_rows * RANGE, panels = aligned(CHUNK * dim);
+  const long state = state_size(num_rows, dim);
+  float* start = memory.at_least(q + scores + panels + 2 * state);
+  float* states = start + q + scores + panels;
+  return {start, start + q, start + q + scores, state_at(states, num_rows, dim),
+          state_at(states + state, num_rows, dim)};
+}
+
+template <class T>
+void write_token(const Step& step, long token) {
+  const Cache& cache = step.cache;
+  const long slot = step.slots[token], dim = cache.dim, width = cache.width;
+  if (slot < 0) return;  // padding
+  const long block = slot / cache.block_size, offset = slot % cache.block_size;
+  for (long head = 0; head < cache.kv_heads; head++) {
+    const float* k = step.k + token * step.k_stride + head * dim;
+    const float* v = step.v + token * step.v_stride + head * dim;
+    T* keys = cache.keys<T>(block, head);
+    T* values = keys + cache.size() + offset * dim;
+    keys += offset / width * width * dim + offset % width;
+    for (long d = 0; d < dim; d++) keys[d * width] = from_float<T>(k[d]);
+    for (long d = 0; d < dim; d++) values[d] = from_float<T>(v[d]);
   }
-  const long end = rows[num_rows - 1].last + 1;
-  for (long position = 0; position < end; position += TILE) {
-    const float *keys[TILE], *values[TILE];
-    for (long t = 0; t < TILE; t++) {
-      // Past the end any row will do: its score is masked. It must be one that was written.
-      const long p = std::min(position + t, end - 1);
-      keys[t] = step.cache.row(blocks[p / block_size], 0, head, p % block_size);
-      values[t] = step.cache.row(blocks[p / block_size], 1, head, p % block_size);
+}
+
+void write_tokens(const Step& step) {
+  const long num_tokens = step.query_start[step.num_requests];
+  parallel_for((num_tokens + WRITTEN_TOGETHER - 1) / WRITTEN_TOGETHER, [&](long task) {
+    const long first = task * WRITTEN_TOGETHER;
+    for (long t = first; t < std::min(first + WRITTEN_TOGETHER, num_tokens); t++)
+      step.cache.is_bfloat16 ? write_token<BFloat16>(step, t) : write_token<float>(step, t);
+  });
+}
+
+template <class T>
+inline void widen(const T* from, long count, float* to) {
+  for (long i = 0; i < count; i++) to[i] = to_float(from[i]);
+}
+
+// The pages of one request for one KV head.
+template <class T>
+struct Pages {
+  const Cache& cache;
+  const int32_t* blocks;
+  long head;
+
+  // The panel of keys that starts at `position`, if panels have the width for it.
+  const T* panel(long position) const {
+    return keys_of(position) + position % cache.block_size * cache.dim;
+  }
+
+  // Keys of `count` positions from `start` on, in panels of 16 floats. A block is one panel.
+  void copy_keys(long start, long count, float* to) const {
+    const long dim = cache.dim, width = cache.width;
+    for (long i = 0; i < count;) {
+      const long offset = (start + i) % width;
+      const T* from = keys_of(start + i) + offset;
+      const long run = std::min({width - offset, PANEL - i % PANEL, count - i});
+      float* panel = to + i / PANEL * PANEL * dim + i % PANEL;
+      for (long d = 0; d < dim; d++) widen(from + d * width, run, panel + d * PANEL);
+      i += run;
     }
-    for (long r = 0; r < num_rows; r++)
-      if (position <= rows[r].last)
-        attend_to_tile<DIM>(rows[r], &q[r * dim], &out[r * dim], position, keys, values, dim);
   }
-  for (long r = 0; r < num_rows; r++) {
-    const long token = start + task.first_query + r / group;
-    float* to = step.out + (token * step.num_heads + head * group + r % group) * dim;
-    for (long i = 0; i < dim; i++) to[i] = out[r * dim + i] / rows[r].mass;
+
+  void copy_values(long start, long count, float* to) const {
+    for (long i = 0; i < count; i++)
+      widen(panel(start + i) + cache.size(), cache.dim, to + i * cache.dim);
   }
+
+ private:
+  const T* keys_of(long position) const {
+    return cache.keys<T>(blocks[position / cache.block_size], head);
+  }
+};
+
+// body(std::integral_constant<int, n>, first row) for blocks of n rows. They are dealt out evenly: 7 are
+// 4 + 3, never 6 + 1.
+template <class Body>
+inline void for_row_blocks(long first, long last, Body&& body) {
+  while (first < last) {
+    const long left = last - first, num_blocks = (left + MAX_ROWS - 1) / MAX_ROWS;
+    const long num_rows = (left + num_blocks - 1) / num_blocks;
+    switch (num_rows) {
+      case 1: body(std::integral_constant<int, 1>{}, first); break;
+      case 2: body(std::integral_constant<int, 2>{}, first); break;
+      case 3: body(std::integral_constant<int, 3>{}, first); break;
+      case 4: body(std::integral_constant<int, 4>{}, first); break;
+      case 5: body(std::integral_constant<int, 5>{}, first); break;
+      default: body(std::integral_constant<int, MAX_ROWS>{}, first);
+    }
+    first += num_rows;
+  }
+}
+
+// The scores of a tile's rows against the chunk of keys at `start`.
+template <class T>
+void score_chunk(const Tile& tile, const T* const* keys, long start, long dim, const Scratch& scratch) {
+  for_row_blocks(tile.first_row_that_sees(start), tile.num_rows(), [&](auto num_rows, long row) {
+    const long last = tile.last_position(row + num_rows - 1);
+    const long num_panels = std::min(last - start, CHUNK - 1) / PANEL + 1;
+    float* scores = scratch.scores + row * RANGE + start % RANGE;
+    score<num_rows>(scratch.q + row * dim, keys, num_panels, dim, scores);
+  });
+}
+
+// Add the values of the chunk at `start` to what its rows gather. A position that a row does not see is
+// never multiplied, not even by zero: it may hold NaN.
+template <class T>
+void add_chunk(const Tile& tile, const T* const* values, long start, long dim, const Scratch& scratch,
+               const State& state) {
+  auto num_seen = [&](long row) { return std::min(tile.last_position(row) + 1 - start, CHUNK); };
+  for_row_blocks(tile.first_row_that_sees(start), tile.num_rows(), [&](auto num_rows, long row) {
+    const float* weights = scratch.scores + row * RANGE + start % RANGE;
+    float* sums = state.sums + row * dim;
+    const long num_shared = num_seen(row);  // the first row sees least
+    add_values<num_rows>(weights, values, 0, num_shared, dim, sums);
+    for (long r = 1; r < num_rows; r++)
+      if (num_seen(row + r) > num_shared)
+        add_values<1>(weights + r * RANGE, values, num_shared, num_seen(row + r), dim, sums + r * dim);
+  });
+}
+
+// What a tile's rows gather in one range, into `state`. Rows that see nothing of it are left alone.
+template <class T>
+void attend(const Step& step, const Tile& tile, long head, long range, const Scratch& scratch,
+            const State& state) {
+  const long dim = step.cache.dim, num_rows = tile.num_rows();
+  const Pages<T> pages{step.cache, step.block_table + tile.request * step.table_stride, head};
+  const bool is_direct = step.cache.width == PANEL;
+  const long start = range * RANGE, last_seen = tile.last_position(num_rows - 1);
+  const long end = std::min(start + RANGE, last_seen + 1);
+  const long first_row = tile.first_row_that_sees(start);
+
+  // In the order of their use: keys, values, and what to prefetch meanwhile of the next range.
+  const long num_panels = (end - start + PANEL - 1) / PANEL;
+  const T* panels[2 * RANGE / PANEL + AHEAD];
+  for (long i = 0; is_direct && i < num_panels; i++) {
+    panels[i] = pages.panel(start + i * PANEL);
+    panels[num_panels + i] = panels[i] + step.cache.size();
+  }
+  for (long i = 0; is_direct && i < AHEAD; i++) {
+    const long position = end + i * PANEL;
+    const bool is_seen = position <= last_seen;
+    panels[2 * num_panels + i] = is_seen ? pages.panel(position) : panels[2 * num_panels - 1];
+  }
+  const float* copies[2 * AHEAD];
+  for (long i = 0; i < 2 * AHEAD; i++) copies[i] = scratch.panels + i % AHEAD * PANEL * dim;
+
+  for (long chunk = start; chunk < end; chunk += CHUNK) {
+    if (is_direct) {
+      score_chunk(tile, panels + (chunk - start) / PANEL, chunk, dim, scratch);
+    } else {
+      pages.copy_keys(chunk, std::min(CHUNK, end - chunk), scratch.panels);
+      score_chunk(tile, copies, chunk, dim, scratch);
+    }
+  }
+  for (long r = first_row; r < num_rows; r++) {
+    const long num_seen = std::min(tile.last_position(r) + 1 - start, RANGE);
+    soften(scratch.scores + r * RANGE, num_seen, state.best[r], state.mass[r]);
+  }
+  std::fill(state.sums + first_row * dim, state.sums + num_rows * dim, 0.0f);
+  for (long chunk = start; chunk < end; chunk += CHUNK) {
+    if (is_direct) {
+      add_chunk(tile, panels + num_panels + (chunk - start) / PANEL, chunk, dim, scratch, state);
+    } else {
+      pages.copy_values(chunk, std::min(CHUNK, end - chunk), scratch.panels);
+      add_chunk(tile, copies, chunk, dim, scratch, state);
+    }
+  }
+}
+
+// The attention of one step, task by task.
+class Job {
+ public:
+  Job(const Step& step, const Tasks& tasks, float* states)
+      : step_(step), tasks_(tasks), states_(states),
+        num_done_(new std::atomic<long>[tasks.splits.size() * step.cache.kv_heads]()) {}
+
+  void run_piece(const Piece& piece, long head) const {
+    const Tile& tile = piece.tile;
+    const Scratch scratch = scratch_of_thread(tile.num_rows(), step_.cache.dim);
+    load_queries(tile, head, scratch.q);
+    if (piece.split >= 0) return run_part(piece, head, scratch);
+    gather(tile, head, 0, scratch, scratch.state);
+    for (long range = 1; range < piece.end_range; range++) {
+      gather(tile, head, range, scratch, scratch.next);
+      take_in(tile, range, scratch.state, scratch.next);
+    }
+    store_outputs(tile, head, scratch.state);
+  }
+
+ private:
+  // A piece of a tile that others work on, too.
+  void run_part(const Piece& piece, long head, const Scratch& scratch) const {
+    const Tile& tile = piece.tile;
+    const Split& split = tasks_.splits[piece.split];
+    const long dim = step_.cache.dim, size = state_size(tile.num_rows(), dim);
+    auto state = [&](long range) {
+      const long place = split.first_state + (head * tile.num_ranges() + range) * size;
+      return state_at(states_ + place, tile.num_rows(), dim);
+    };
+    for (long range = piece.first_range; range < piece.end_range; range++)
+      gather(tile, head, range, scratch, state(range));
+    std::atomic<long>& num_done = num_done_[piece.split * step_.cache.kv_heads + head];
+    if (num_done.fetch_add(1, std::memory_order_acq_rel) + 1 < split.num_pieces) return;
+    for (long range = 1; range < tile.num_ranges(); range++)
+      take_in(tile, range, state(0), state(range));
+    store_outputs(tile, head, state(0));
+  }
+
+  void gather(const Tile& tile, long head, long range, const Scratch& scratch,
+              const State& state) const {
+    const auto attend_as = step_.cache.is_bfloat16 ? attend<BFloat16> : attend<float>;
+    attend_as(step_, tile, head, range, scratch, state);
+  }
+
+  void take_in(const Tile& tile, long range, const State& state, const State& next) const {
+    merge(state, next, tile.first_row_that_sees(range * RANGE), tile.num_rows(), step_.cache.dim);
+  }
+
+  void load_queries(const Tile& tile, long head, float* q) const {
+    const long size = tile.group * step_.cache.dim;  // the heads of a group lie side by side
+    for (long t = 0; t < tile.num_tokens; t++) {
+      const float* from = step_.q + (tile.first_token + t) * step_.q_stride + head * size;
+      for (long i = 0; i < size; i++) q[t * size + i] = from[i] * step_.scale;
+    }
+  }
+
+  void store_outputs(const Tile& tile, long head, const State& state) const {
+    const long dim = step_.cache.dim;
+    for (long r = 0; r < tile.num_rows(); r++) {
+      const long token = tile.first_token + r / tile.group;
+      float* to = step_.out + (token * step_.num_heads + head * tile.group + r % tile.group) * dim;
+      for (long d = 0; d < dim; d++) to[d] = state.sums[r * dim + d] / state.mass[r];
+    }
+  }
+
+  const Step& step_;
+  const Tasks& tasks_;
+  float* states_;
+  std::unique_ptr<std::atomic<long>[]> num_done_;  // pieces, [splits][KVH]
+};
+
+void run(const Step& step) {
+  write_tokens(step);  // all of them first: requests may share what they write
+  const long kv_heads = step.cache.kv_heads;
+  const Tasks tasks = make_tasks(
+      make_tiles(step.query_start, step.seq_lens, step.num_requests, step.num_heads / kv_heads),
+      kv_heads, step.cache.dim, nano_num_threads());
+  static thread_local Memory states;
+  const Job job(step, tasks, states.at_least(tasks.states_size));
+  parallel_for((long)tasks.pieces.size() * kv_heads, [&](long task) {
+    job.run_piece(tasks.pieces[task / kv_heads], task % kv_heads);
+  });
+}
+
+// Tokens may lie apart (in a fused projection), the heads of one may not.
+const float* tokens_of(const Tensor& x, long num_heads, long dim) {
+  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float && x.size(1) == num_heads &&
+                      x.size(2) == dim && x.stride(2) == 1 && (num_heads == 1 || x.stride(1) == dim),
+                  "paged_attention takes float32 tokens of contiguous heads");
+  return static_cast<const float*>(x.data_ptr());
+}
+
+void paged_attention(Tensor q, Tensor k, Tensor v, Tensor kv_cache, Tensor out, Tensor block_table,
+                     Tensor slots, Tensor query_start, Tensor seq_lens, int64_t block_size,
+                     double scale) {
+  const long num_heads = q.size(1), kv_heads = k.size(1), dim = q.size(2);
+  STD_TORCH_CHECK(out.is_contiguous(), "paged_attention fills a contiguous tensor");
+  const Cache cache{kv_cache.data_ptr(), kv_cache.scalar_type() == ScalarType::BFloat16,
+                    kv_heads, block_size, block_size % PANEL ? block_size : PANEL, dim};
+  run({tokens_of(q, num_heads, dim), tokens_of(k, kv_heads, dim), tokens_of(v, kv_heads, dim),
+       q.stride(0), k.stride(0), v.stride(0), static_cast<float*>(out.data_ptr()), cache,
+       static_cast<const int32_t*>(block_table.data_ptr()),
+       static_cast<const int64_t*>(slots.data_ptr()),
+       static_cast<const int32_t*>(query_start.data_ptr()),
+       static_cast<const int32_t*>(seq_lens.data_ptr()), seq_lens.size(0), block_table.stride(0),
+       num_heads, (float)scale});
 }
 
 }  // namespace
 
-extern "C" {
-
-// k, v: [T][KVH][D]; slots: [T], block * block_size + offset, negative for padding.
-void nano_write_kv(const float* k, const float* v, float* cache_data, const int64_t* slots,
-                   long num_tokens, long kv_heads, long block_size, long dim) {
-  const Cache cache{cache_data, block_size, kv_heads, dim};
-  for (long t = 0; t < num_tokens; t++) {
-    if (slots[t] < 0) continue;
-    const long block = slots[t] / block_size, offset = slots[t] % block_size;
-    for (long h = 0; h < kv_heads; h++) {
-      const long from = (t * kv_heads + h) * dim;
-      std::memcpy(cache.row(block, 0, h, offset), k + from, dim * sizeof(float));
-      std::memcpy(cache.row(block, 1, h, offset), v + from, dim * sizeof(float));
-    }
-  }
+STABLE_TORCH_LIBRARY_FRAGMENT(nano, m) {
+  m.def(
+      "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) kv_cache, Tensor(b!) out, "
+      "Tensor block_table, Tensor slots, Tensor query_start, Tensor seq_lens, int block_size, "
+      "float scale) -> ()");
 }
 
-void nano_attention(const float* q, float* out, float* cache, const int32_t* table,
-                    const int32_t* query_start, const int32_t* seq_lens, long num_requests,
-                    long max_blocks, long num_heads, long kv_heads, long block_size, long dim,
-                    float scale) {
-  const Step step{q,          out,       {cache, block_size, kv_heads, dim}, table, query_start,
-                  seq_lens,   max_blocks, num_heads,                          scale};
-  std::vector<Task> tasks;
-  for (long b = 0; b < num_requests; b++)
-    for (int32_t first = 0; first < query_start[b + 1] - query_start[b]; first += QUERY_TILE)
-      tasks.push_back({(int32_t)b, first});
-  const long num_tasks = (long)tasks.size();
-#pragma omp parallel for collapse(2) schedule(dynamic, 1)
-  for (long i = num_tasks - 1; i >= 0; i--)  // long sequences come last in a batch: start with them
-    for (long h = 0; h < kv_heads; h++) switch (dim) {
-        case 64: run_task<64>(step, tasks[i], h); break;
-        case 128: run_task<128>(step, tasks[i], h); break;
-        default: run_task<0>(step, tasks[i], h);
-      }
-}
-}
+STABLE_TORCH_LIBRARY_IMPL(nano, CPU, m) { m.impl("paged_attention", TORCH_BOX(&paged_attention)); }

@@ -1,6 +1,6 @@
 """Paged attention on CPU by our own kernel: fixed order, so equal bits in any batch."""
 
-import ctypes
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -9,79 +9,62 @@ from torch import Tensor
 
 from nano.attention.backend import AttentionBackend, AttentionMetadata
 from nano.kv_spec import LayerKVSpec
-from nano.native.build import load_library
+from nano.native.build import load_ops
 
 _SOURCE = Path(__file__).with_name("cpu_attention.cpp")
 _LANES = 8
 
 
 class CpuBackend(AttentionBackend):
-    """float32, any block size, any head_dim that is a multiple of 8 (see cpu_attention.cpp).
+    """Computes in float32 over a float32 or bfloat16 cache, at any block size.
 
-    Cache layout: [num_blocks, 2, KVH, block_size, D], so a head reads whole blocks in a row.
+    Layout of the cache: [num_blocks, KVH, 2, block_size * D]; what is in a block is the kernel's
+    own affair (see cpu_attention.cpp). It reads whole panels of 16 positions where they lie if the
+    block size is a multiple of 16, and copies them otherwise, which takes twice as long.
     """
 
     name = "cpu"
+
+    def __init__(self, block_size: int, scale: float):
+        super().__init__(block_size, scale)
+        self._op = _op()
 
     @classmethod
     def unsupported_reason(cls, spec: LayerKVSpec, device: torch.device) -> str | None:
         if device.type != "cpu":
             return f"it runs on cpu only, not on {device.type}"
-        if spec.dtype != "float32":
-            return f"it computes in float32 only, not in {spec.dtype}"
+        if spec.dtype not in ("float32", "bfloat16"):
+            return f"it caches float32 or bfloat16 only, not {spec.dtype}"
         if spec.head_dim % _LANES:
             return f"it needs a head_dim that is a multiple of {_LANES}, not {spec.head_dim}"
-        if _kernels() is None:
+        if _op() is None:
             return "it needs a C++ compiler"
         return None
 
     def kv_cache_shape(self, spec: LayerKVSpec, num_blocks: int) -> tuple[int, ...]:
-        return (num_blocks, 2, spec.num_kv_heads, self.block_size, spec.head_dim)
+        return (num_blocks, spec.num_kv_heads, 2, self.block_size * spec.head_dim)
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        self.metadata = metadata
-        self._table = metadata.block_table.contiguous()
+        table, slots = metadata.block_table, metadata.slot_mapping
+        query_start = torch.from_numpy(metadata.query_start_loc)
+        seq_lens = torch.from_numpy(metadata.seq_lens)
+        # The kernel reads raw memory: what is wrong here would be garbage there.
+        for integers in (table, query_start, seq_lens):
+            assert integers.dtype == torch.int32, integers.dtype
+            assert integers.stride(-1) == 1, integers.stride()
+        assert slots.dtype == torch.int64, slots.dtype
+        assert slots.is_contiguous()
+        self._step = (table, slots, query_start, seq_lens, self.block_size, self.scale)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, out: Tensor) -> None:
-        library, meta = _kernels(), self.metadata
-        assert library is not None
-        assert out.is_contiguous()
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        num_kv_heads, head_dim = k.shape[1:]
-        library.nano_write_kv(
-            k.data_ptr(),
-            v.data_ptr(),
-            kv_cache.data_ptr(),
-            meta.slot_mapping.data_ptr(),
-            meta.num_tokens,
-            num_kv_heads,
-            self.block_size,
-            head_dim,
-        )
-        library.nano_attention(
-            q.data_ptr(),
-            out.data_ptr(),
-            kv_cache.data_ptr(),
-            self._table.data_ptr(),
-            meta.query_start_loc.ctypes.data,
-            meta.seq_lens.ctypes.data,
-            meta.num_requests,
-            self._table.shape[1],
-            q.shape[1],
-            num_kv_heads,
-            self.block_size,
-            head_dim,
-            self.scale,
-        )
+        assert self._op is not None
+        self._op(q, k, v, kv_cache, out, *self._step)
 
 
 @cache
-def _kernels() -> ctypes.CDLL | None:
-    library = load_library(_SOURCE)
-    if library is not None:
-        # Always declared: undeclared arguments are passed as 32-bit integers.
-        pointer, integer = ctypes.c_void_p, ctypes.c_long
-        library.nano_write_kv.argtypes = [pointer] * 4 + [integer] * 4
-        library.nano_attention.argtypes = [pointer] * 6 + [integer] * 6 + [ctypes.c_float]
-        library.nano_write_kv.restype = library.nano_attention.restype = None
-    return library
+def _op() -> Callable[..., None] | None:
+    """The op of cpu_attention.cpp; None without a compiler."""
+    if not load_ops(_SOURCE):
+        return None
+    op: Callable[..., None] = torch.ops.nano.paged_attention.default
+    return op

@@ -39,7 +39,8 @@ def forward_context(context: ForwardContext) -> Iterator[None]:
         _current = None
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor, layer_index: int) -> None:
+def attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor, layer_index: int) -> None:
+    """The body of nano::attention. Called as it is, it saves torch's way through the op: 4 us."""
     if _current is None:
         raise RuntimeError("nano::attention was called outside forward_context")
     _current.backend.forward(q, k, v, _current.kv_caches[layer_index], out)
@@ -48,8 +49,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor, layer_index: int) -
 # Library.define with a Python body costs 4 us a call; @custom_op costs 30 to 44.
 _library = torch.library.Library("nano", "FRAGMENT")
 _library.define("attention(Tensor q, Tensor k, Tensor v, Tensor(a!) out, int layer_index) -> ()")
-_library.impl("attention", _attention, "CPU")
-_library.impl("attention", _attention, "CUDA")
+_library.impl("attention", attend, "CPU")
+_library.impl("attention", attend, "CUDA")
 torch.library.register_fake("nano::attention", lambda q, k, v, out, layer_index: None, lib=_library)
 
 
@@ -59,5 +60,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, layer_index: int) -> Tensor:
     q: [T, H, D]; k, v: [T, KVH, D], rotated, not yet cached. Returns [T, H, D].
     """
     out = torch.empty_like(q)
-    torch.ops.nano.attention(q, k, v, out, layer_index)
+    if torch.compiler.is_compiling():
+        torch.ops.nano.attention(q, k, v, out, layer_index)
+    else:
+        attend(q, k, v, out, layer_index)
     return out

@@ -1,4 +1,7 @@
-"""The oracle: attention written as the textbook does, one query at a time, on any device."""
+"""The oracle: attention written as the textbook does, one query at a time, on any device.
+
+H query heads, KVH key/value heads, D head dim, S tokens that a query sees.
+"""
 
 import torch
 from torch import Tensor
@@ -8,7 +11,10 @@ from nano.kv_spec import LayerKVSpec
 
 
 class ReferenceBackend(AttentionBackend):
-    """Slow and obviously right. Every other backend is tested against it."""
+    """Slow and obviously right. Every other backend is tested against it.
+
+    It computes in what q comes in, whatever the cache stores.
+    """
 
     name = "reference"
 
@@ -33,14 +39,15 @@ class ReferenceBackend(AttentionBackend):
         for request in range(meta.num_requests):
             start, end = meta.query_start_loc[request : request + 2]
             seq_len = int(meta.seq_lens[request])
-            blocks = meta.block_table[request].tolist()
-            slots = [
-                blocks[position // self.block_size] * self.block_size + position % self.block_size
-                for position in range(seq_len)
-            ]
+            positions = torch.arange(seq_len, device=q.device)
+            blocks = meta.block_table[request, positions // self.block_size]
+            slots = blocks * self.block_size + positions % self.block_size
             for token in range(start, end):
                 num_visible = seq_len - (end - 1 - token)  # causal: itself and all before
                 visible = slots[:num_visible]
-                for head in range(q.shape[1]):
-                    scores = keys[visible, head // group] @ q[token, head] * self.scale
-                    out[token, head] = torch.softmax(scores, 0) @ values[visible, head // group]
+                seen_keys, seen_values = (  # [S, H, D]
+                    cached[visible].to(q.dtype).repeat_interleave(group, dim=1)
+                    for cached in (keys, values)
+                )
+                scores = torch.einsum("hd,shd->hs", q[token], seen_keys) * self.scale
+                out[token] = torch.einsum("hs,shd->hd", scores.softmax(-1), seen_values)

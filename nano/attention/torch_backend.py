@@ -1,6 +1,7 @@
 """Paged attention with torch's own kernels: gather each request's KV, attend, done.
 
-T tokens, H query heads, KVH key/value heads, D head dim, S tokens of one request.
+T tokens, Q of them of one request, H query heads, KVH key/value heads, D head dim, S tokens of one
+request.
 """
 
 import torch
@@ -12,9 +13,10 @@ from nano.kv_spec import LayerKVSpec
 
 
 class TorchBackend(AttentionBackend):
-    """One SDPA call per request over its gathered blocks.
+    """One SDPA call per request over its gathered blocks. Last bits depend on batch and chunk.
 
     Cache layout: [2, num_blocks, block_size, KVH, D], so a request's gather copies whole blocks.
+    It computes in what q comes in, whatever the cache stores.
     """
 
     name = "torch"
@@ -29,7 +31,6 @@ class TorchBackend(AttentionBackend):
         return (2, num_blocks, self.block_size, spec.num_kv_heads, spec.head_dim)
 
     def plan(self, metadata: AttentionMetadata) -> None:
-        self.metadata = metadata
         self._slots = metadata.slot_mapping[: metadata.num_tokens]  # padding comes last
         # A query over part of its sequence needs a mask; it is the same in every layer.
         self._requests: list[tuple[int, int, int, Tensor, Tensor | None]] = []
@@ -44,16 +45,21 @@ class TorchBackend(AttentionBackend):
                 mask = mask.tril_(diagonal=seq_len - (end - start))  # bottom-right causal
             self._requests.append((start, end, seq_len, blocks, mask))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, out: Tensor) -> None:
-        num_tokens = self.metadata.num_tokens
+    def write(self, k: Tensor, v: Tensor, kv_cache: Tensor) -> bool:
+        """Store the step's keys and values; whether all of them are finite."""
+        num_tokens = len(self._slots)
+        k, v = (x[:num_tokens].to(kv_cache.dtype) for x in (k, v))
         keys, values = kv_cache.flatten(1, 2)  # [num_slots, KVH, D] each
-        keys.index_copy_(0, self._slots, k[:num_tokens])
-        values.index_copy_(0, self._slots, v[:num_tokens])
+        keys.index_copy_(0, self._slots, k)
+        values.index_copy_(0, self._slots, v)
+        return bool(torch.isfinite(k).all() and torch.isfinite(v).all())
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, out: Tensor) -> None:
         # A mask multiplies by zero, and zero times NaN is NaN: tokens would be spoilt by one that
         # comes after them, and with them other requests that share their blocks.
-        masks_hold = bool(torch.isfinite(k).all() and torch.isfinite(v).all())
+        masks_hold = self.write(k, v, kv_cache)
         for start, end, seq_len, blocks, mask in self._requests:
-            gathered = kv_cache[:, blocks].flatten(1, 2)[:, :seq_len]  # [2, S, KVH, D]
+            gathered = kv_cache[:, blocks].flatten(1, 2)[:, :seq_len].to(q.dtype)  # [2, S, KVH, D]
             if mask is None or masks_hold:
                 out[start:end] = self._attend(q[start:end], gathered, mask)
                 continue

@@ -70,23 +70,23 @@ class InputBatchBuilder:
         order = sorted(plan.num_scheduled_tokens.items(), key=lambda item: item[1])
         request_ids = [request_id for request_id, _ in order]
         num_requests = len(order)
-        rows = np.fromiter((states.row_of[r] for r in request_ids), np.int64, num_requests)
-        num_scheduled = np.fromiter((n for _, n in order), np.int32, num_requests)
+        rows = np.array([states.row_of[r] for r in request_ids], np.int64)
+        num_scheduled = np.array([n for _, n in order], np.int32)
         drafts = plan.draft_token_ids
-        num_drafts = np.fromiter((len(drafts.get(r, ())) for r in request_ids), np.int32)
+        num_drafts = np.array([len(drafts.get(r, ())) for r in request_ids], np.int32)
 
         query_start = np.zeros(num_requests + 1, np.int32)
-        np.cumsum(num_scheduled, out=query_start[1:])
+        num_scheduled.cumsum(out=query_start[1:])
         num_tokens = int(query_start[-1])
         num_computed = states.num_computed_tokens[rows]
         seq_lens = num_computed + num_scheduled
 
         # Position of every token: its rank in its own query, after what is computed.
-        token_rows = np.repeat(rows, num_scheduled)
+        token_rows = rows.repeat(num_scheduled)
         positions = self._positions[:num_tokens]
         np.subtract(
             self._arange[:num_tokens],
-            np.repeat(query_start[:-1] - num_computed, num_scheduled),
+            (query_start[:-1] - num_computed).repeat(num_scheduled),
             out=positions,
         )
         input_ids = self._input_ids[:num_tokens]
@@ -103,8 +103,7 @@ class InputBatchBuilder:
 
         to_device = self.device.to_device
         num_rows = num_drafts + 1
-        logits_start = np.zeros(num_requests + 1, np.int64)
-        np.cumsum(num_rows, out=logits_start[1:])
+        logits_start = _starts(num_rows)
         return InputBatch(
             request_ids=request_ids,
             rows=rows,
@@ -114,14 +113,16 @@ class InputBatchBuilder:
             input_ids=to_device(input_ids),
             positions=to_device(positions),
             logits_start=logits_start,
-            logits=self._rows(rows, query_start[1:] - num_rows, seq_lens - num_rows, num_rows),
+            logits=self._rows(
+                rows, query_start[1:] - num_rows, seq_lens - num_rows, num_rows, logits_start
+            ),
             prompt_logits=self._prompt_rows(rows, query_start, num_computed, num_scheduled),
             attention=AttentionMetadata(
                 num_requests=num_requests,
                 num_tokens=num_tokens,
-                max_query_len=int(num_scheduled.max()),
+                max_query_len=int(num_scheduled[-1]),
                 max_seq_len=max_seq_len,
-                num_decode_requests=int(np.searchsorted(num_scheduled, 1, side="right")),
+                num_decode_requests=int(num_scheduled.searchsorted(1, side="right")),
                 query_start_loc=query_start,
                 seq_lens=seq_lens,
                 block_table=to_device(block_table),
@@ -130,15 +131,20 @@ class InputBatchBuilder:
         )
 
     def _rows(
-        self, rows: np.ndarray, index: np.ndarray, position: np.ndarray, counts: np.ndarray
+        self,
+        rows: np.ndarray,
+        index: np.ndarray,
+        position: np.ndarray,
+        counts: np.ndarray,
+        starts: np.ndarray,
     ) -> LogitsRows:
         """`counts[i]` consecutive rows of request i, from flat `index[i]` at `position[i]`."""
-        rank = np.arange(int(counts.sum()), dtype=np.int64)
-        rank -= np.repeat(np.cumsum(counts) - counts, counts)
+        first = starts[:-1]
+        rank = self._arange[: starts[-1]]  # over all; a request's own begin at `first`
         return LogitsRows(
-            indices=self.device.to_device(np.repeat(index, counts) + rank),
-            row=np.repeat(rows, counts),
-            num_known=np.repeat(position, counts) + rank + 1,
+            indices=self.device.to_device(rank + (index - first).repeat(counts)),
+            row=rows.repeat(counts),
+            num_known=rank + (position - first + 1).repeat(counts),
         )
 
     def _prompt_rows(
@@ -150,11 +156,18 @@ class InputBatchBuilder:
     ) -> LogitsRows | None:
         """Rows whose next token is a prompt token of a request with `prompt_logprobs`."""
         states = self.states
-        wanted = [states.row_params(r).sampling_params.prompt_logprobs is not None for r in rows]
-        if not any(wanted):
+        wanted = states.wants_prompt_logprobs[rows]
+        if not wanted.any():
             return None
         last = states.num_prompt_tokens[rows] - 1  # nothing in the prompt follows its last token
-        counts = np.clip(last - num_computed, 0, num_scheduled) * np.array(wanted)
+        counts = np.clip(last - num_computed, 0, num_scheduled) * wanted
         if not counts.any():
             return None
-        return self._rows(rows, query_start[:-1], num_computed, counts)
+        return self._rows(rows, query_start[:-1], num_computed, counts, _starts(counts))
+
+
+def _starts(counts: np.ndarray) -> np.ndarray:
+    """[R + 1] int64: where each of R runs of these lengths begins, and where the last one ends."""
+    starts = np.zeros(len(counts) + 1, np.int64)
+    counts.cumsum(out=starts[1:])
+    return starts

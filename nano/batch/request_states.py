@@ -8,12 +8,14 @@ requests. Only `apply` (the plan's news) and `commit` (the step's result) write.
                                        ^ num_prompt_tokens  ^ num_tokens
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from nano.sampling_params import SamplingParams
 from nano.step import NewRequest, StepPlan
+
+NO_LOGPROBS = -2
 
 
 @dataclass(slots=True)
@@ -23,16 +25,16 @@ class RowParams:
     sampling_params: SamplingParams
     bad_words_token_ids: tuple[tuple[int, ...], ...]
     stop_token_ids: tuple[int, ...]  # whatever would end the request: EOS included if it counts
-    token_edits: bool = field(init=False)  # whether its logits are edited one token at a time
 
-    def __post_init__(self) -> None:
+    @property
+    def edits_tokens(self) -> bool:
+        """Whether single tokens are banned or biased before it samples."""
         params = self.sampling_params
-        self.token_edits = bool(
+        return bool(
             params.logit_bias
             or params.allowed_token_ids is not None
             or self.bad_words_token_ids
             or params.min_tokens
-            or params.needs_token_counts
         )
 
 
@@ -50,6 +52,14 @@ class RequestStates:
         self.num_prompt_tokens = np.zeros(max_num_requests, np.int32)
         self.num_computed_tokens = np.zeros(max_num_requests, np.int32)
         self.params: list[RowParams | None] = [None] * max_num_requests
+        # What a whole step's rows are sampled by, without a look at `params`.
+        self.draws = np.zeros((max_num_requests, 4))  # temperature (0: greedy), top_p, min_p, top_k
+        self.seeds = np.zeros(max_num_requests, np.int64)
+        self.num_logprobs = np.full(max_num_requests, NO_LOGPROBS, np.int32)  # -1: all of them
+        self.wants_prompt_logprobs = np.zeros(max_num_requests, np.bool_)
+        self.edits_tokens = np.zeros(max_num_requests, np.bool_)
+        self.is_penalised = np.zeros(max_num_requests, np.bool_)
+        self.penalties = np.zeros((max_num_requests, 3))  # repetition, frequency, presence
         self.row_of: dict[str, int] = {}
         self._free_rows = list(range(max_num_requests - 1, -1, -1))
 
@@ -86,7 +96,20 @@ class RequestStates:
         self._append_blocks(row, new.block_ids)
         params = new.sampling_params
         eos = () if params.ignore_eos else new.eos_token_ids
-        self.params[row] = RowParams(params, new.bad_words_token_ids, params.stop_token_ids + eos)
+        rest = RowParams(params, new.bad_words_token_ids, params.stop_token_ids + eos)
+        self.params[row] = rest
+        temperature = 0.0 if params.is_greedy else params.temperature
+        self.draws[row] = temperature, params.top_p, params.min_p, params.top_k
+        self.seeds[row] = params.seed or 0  # a greedy row may have none
+        self.num_logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
+        self.wants_prompt_logprobs[row] = params.prompt_logprobs is not None
+        self.edits_tokens[row] = rest.edits_tokens
+        self.is_penalised[row] = params.needs_token_counts
+        self.penalties[row] = (
+            params.repetition_penalty,
+            params.frequency_penalty,
+            params.presence_penalty,
+        )
 
     def _append_blocks(self, row: int, block_ids: list[int]) -> None:
         start = self.num_blocks[row]

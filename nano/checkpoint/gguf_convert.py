@@ -1,6 +1,7 @@
 """convert_gguf: a GGUF file -> a folder of the Hugging Face kind. Torch-free.
 
-Weights are dequantised to float32, which holds every ggml format exactly, one tensor at a time.
+Matrices of a type that we have a kernel for keep their quantised blocks, byte by byte; floats stay
+what they are. Other types are dequantised to float32, which holds every ggml format exactly.
 """
 
 import json
@@ -15,15 +16,21 @@ import numpy as np
 from tqdm import tqdm
 
 from nano.checkpoint.gguf_config import hf_config, token_ids
+from nano.checkpoint.gguf_file import GgufFile, GgufTensor, dequantize
 from nano.checkpoint.gguf_tokenizer import write_tokenizer
 from nano.checkpoint.hf_config import CONFIG_FILE, GENERATION_CONFIG_FILE
-from nano.checkpoint.safetensors_writer import write_float32
+from nano.checkpoint.quantization_config import (
+    GGUF_PACKED_TYPES,
+    QUANTIZATION_KEY,
+    gguf_quantization,
+)
+from nano.checkpoint.safetensors_writer import FLOAT_TYPES, TensorEntry, write_safetensors
 from nano.errors import CheckpointError
 from nano.log import get_logger
 
 logger = get_logger(__name__)
 
-CONVERTER_VERSION = 1  # part of the cache key: raise it when the same file converts differently
+CONVERTER_VERSION = 2  # part of the cache key: raise it when the same file converts differently
 
 _GLOBAL_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -56,75 +63,99 @@ def convert_gguf(file: Path, folder: Path) -> None:
     """
     start = time.perf_counter()
     try:
-        source = _GgufFile.open(file)
-        _write_folder(source, folder)
+        stored = _write_folder(_Source.open(file), folder)
     except CheckpointError as error:
         raise CheckpointError(f"{file}: {error}") from error
     logger.info(
-        "converted %s: %.2f GB to %.2f GB of float32 in %.1f s",
+        "converted %s: %.2f GB to %.2f GB in %.1f s; %d matrices keep their blocks, %d tensors "
+        "became float32",
         file,
         file.stat().st_size / 1e9,
-        sum(4 * tensor.n_elements for tensor in source.tensors.values()) / 1e9,
+        sum(each.entry.num_bytes for each in stored.values()) / 1e9,
         time.perf_counter() - start,
+        sum(each.packed_type is not None for each in stored.values()),
+        sum(each.is_dequantized for each in stored.values()),
     )
 
 
 @dataclass(frozen=True)
-class _GgufFile:
-    """An opened GGUF file: its metadata as plain values, its tensors still on disk."""
+class _Source:
+    """An opened GGUF file, its tensors under their Hugging Face names."""
 
     metadata: dict[str, Any]
-    tensors: dict[str, Any]  # Hugging Face name -> gguf's ReaderTensor
+    tensors: dict[str, GgufTensor]
     freq_factors: list[float] | None
 
     @classmethod
-    def open(cls, file: Path) -> "_GgufFile":
-        try:
-            # Optional: only GGUF files need it, and it is slow to import.
-            from gguf import GGUFReader
-        except ImportError as error:
-            raise CheckpointError(
-                "GGUF needs the gguf package: pip install 'nano-engine[gguf]'"
-            ) from error
-        try:
-            reader = GGUFReader(file)
-            metadata = {key: field.contents() for key, field in reader.fields.items()}
-        except (OSError, ValueError, IndexError, KeyError) as error:
-            raise CheckpointError(f"not a complete GGUF file: {error}") from error
-        num_parts = metadata.get("split.count", 1)
+    def open(cls, file: Path) -> "_Source":
+        opened = GgufFile.open(file)
+        num_parts = opened.metadata.get("split.count", 1)
         if num_parts > 1:
             raise CheckpointError(f"split.count is {num_parts}; merge the parts into one file")
         tensors, freq_factors = {}, None
-        for tensor in reader.tensors:
+        for tensor in opened.tensors:
             if tensor.name == _FREQ_FACTORS_TENSOR:
-                freq_factors = _dequantize(tensor).tolist()
+                freq_factors = dequantize(tensor).tolist()
             else:
                 tensors[_hf_name(tensor.name)] = tensor
-        return cls(metadata, tensors, freq_factors)
+        return cls(opened.metadata, tensors, freq_factors)
 
 
-def _write_folder(source: _GgufFile, folder: Path) -> None:
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """How the conversion stores a tensor: raw blocks of `packed_type`, or floats."""
+
+    entry: TensorEntry
+    packed_type: str | None
+    is_dequantized: bool
+
+    @classmethod
+    def of(cls, tensor: GgufTensor) -> "_Stored":
+        kind = tensor.type.name
+        if kind in GGUF_PACKED_TYPES and len(tensor.shape) == 2:
+            return cls(TensorEntry("U8", tensor.data.shape), kind, False)
+        if kind in FLOAT_TYPES:
+            return cls(TensorEntry(kind, tensor.shape), None, False)
+        return cls(TensorEntry("F32", tensor.shape), None, True)
+
+
+def _write_folder(source: _Source, folder: Path) -> dict[str, _Stored]:
     embedding = source.tensors.get("model.embed_tokens.weight")
     if embedding is None:
         raise CheckpointError("it holds no tensor token_embd.weight")
-    vocab_size = _shape(embedding)[0]
-    config = hf_config(source.metadata, source.tensors.keys(), vocab_size, source.freq_factors)
+    config = hf_config(
+        source.metadata, source.tensors.keys(), embedding.shape[0], source.freq_factors
+    )
+    stored = {name: _Stored.of(tensor) for name, tensor in source.tensors.items()}
+    types = {name: each.packed_type for name, each in stored.items() if each.packed_type}
+    if types:
+        config[QUANTIZATION_KEY] = gguf_quantization(types)
     _write_json(folder / CONFIG_FILE, config)
     _write_json(folder / GENERATION_CONFIG_FILE, token_ids(source.metadata))
     write_tokenizer(source.metadata, folder)
-    shapes = {name: _shape(tensor) for name, tensor in source.tensors.items()}
-    write_float32(folder / "model.safetensors", shapes, _weights(source, config))
+    entries = {name: each.entry for name, each in stored.items()}
+    write_safetensors(folder / "model.safetensors", entries, _weights(source, config, stored))
+    return stored
 
 
-def _weights(source: _GgufFile, config: dict[str, Any]) -> Iterator[np.ndarray]:
+def _weights(
+    source: _Source, config: dict[str, Any], stored: dict[str, _Stored]
+) -> Iterator[np.ndarray]:
     num_heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
     is_permuted = source.metadata["general.architecture"] == "llama"
     for name, tensor in tqdm(source.tensors.items(), desc="converting GGUF"):
-        weight = _dequantize(tensor)
+        weight = _values(tensor, stored[name])
         permuted = _PERMUTED.fullmatch(name)
         if is_permuted and permuted:
             weight = _pair_halves(weight, num_heads[permuted[1]])
         yield weight
+
+
+def _values(tensor: GgufTensor, stored: _Stored) -> np.ndarray:
+    """Row by row either way, so that rows may be put in order whether or not they are blocks."""
+    if stored.is_dequantized:
+        return dequantize(tensor)
+    return tensor.data.view(stored.entry.numpy_type).reshape(stored.entry.shape)
 
 
 def _pair_halves(weight: np.ndarray, num_heads: int) -> np.ndarray:
@@ -135,23 +166,6 @@ def _pair_halves(weight: np.ndarray, num_heads: int) -> np.ndarray:
     """
     pairs = weight.reshape(num_heads, -1, 2, *weight.shape[1:])
     return pairs.swapaxes(1, 2).reshape(weight.shape)
-
-
-def _dequantize(tensor: Any) -> np.ndarray:
-    from gguf.quants import dequantize
-
-    try:
-        weight: np.ndarray = dequantize(tensor.data, tensor.tensor_type)
-    except NotImplementedError as error:
-        raise CheckpointError(
-            f"tensor {tensor.name} has type {tensor.tensor_type.name}, which cannot be dequantised"
-        ) from error
-    return weight.reshape(_shape(tensor))
-
-
-def _shape(tensor: Any) -> tuple[int, ...]:
-    """Row-major, as everywhere but in GGUF."""
-    return tuple(int(size) for size in reversed(tensor.shape))
 
 
 def _hf_name(name: str) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nano.checkpoint.json_fields import JsonFields
+from nano.checkpoint.quantization_config import QuantizationConfig, read_quantization_config
 from nano.checkpoint.rope_config import RopeConfig, read_rope_config
 
 CONFIG_FILE = "config.json"
@@ -80,8 +81,9 @@ class DecoderConfig:
 
     `max_model_len` is the longest context in tokens that the checkpoint serves as trained, for
     the reason in words beside it; only with `can_extend_context` may a caller exceed it.
-    `sliding_window` is set only where it is what limits that length. `eos_token_ids` is empty if
-    the files name none. `default_sampling` holds `SamplingParams` fields.
+    `sliding_window` is set only where it is what limits that length. `quantization` None means
+    that all weights are floats. `eos_token_ids` is empty if the files name none.
+    `default_sampling` holds `SamplingParams` fields.
     """
 
     architecture: str
@@ -105,6 +107,7 @@ class DecoderConfig:
     sliding_window: int | None
     can_extend_context: bool
     dtype: str  # of the stored weights, as the checkpoint says: "bfloat16", ...
+    quantization: QuantizationConfig | None
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     default_sampling: Mapping[str, float | int]
@@ -157,6 +160,7 @@ def load_decoder_config(folder: Path) -> DecoderConfig:
         sliding_window=window,
         can_extend_context=can_extend_context,
         dtype=config.text("dtype", config.text("torch_dtype", "float32")),
+        quantization=read_quantization_config(config),
         eos_token_ids=generation.token_ids("eos_token_id") or config.token_ids("eos_token_id"),
         bos_token_id=_bos_token_id(generation, config),
         default_sampling=_default_sampling(generation),
@@ -171,8 +175,6 @@ def _architecture(config: JsonFields) -> str:
 
 
 def _refuse_unsupported(config: JsonFields) -> None:
-    if config.get("quantization_config") is not None:
-        raise config.error("quantization_config", "nano reads unquantised weights only")
     if config.text("hidden_act", "silu") != "silu":
         raise config.error("hidden_act", "nano computes silu only")
 

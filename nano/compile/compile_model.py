@@ -1,55 +1,228 @@
-"""compile_model: a module in, a callable out. The only door to the compiler."""
+"""CompiledModel: a model's forward: op by op until compiled pieces are there, then in these.
 
-from collections.abc import Callable, Sequence
+Why the change is invisible: all sums and transcendental functions of a model on our native
+kernels are opaque ops, the same in both modes. What the compiler gets is elementwise arithmetic,
+gathers and copies, which it may not contract. So the pieces give the *bits* of the eager model,
+and this is not assumed but checked, on made-up steps with the real weights, before they are used.
+Hence
+
+- the swap may happen between any two steps, in the middle of any request;
+- KV blocks computed before stay valid after it, and the numerics id does not name the mode;
+- restarts agree, whichever mode each of their steps ran in.
+
+A model on other kernels (float64, or without ours) has no such promise: there the pieces are
+checked by tolerance and must be there before the first step, and the id names the mode.
+
+Where pieces come from: the artifact store; if it has none, a child process that compiles a
+skeleton of the model without weights (`CompilerProcess`). This process imports neither Dynamo nor
+Inductor.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from nano.compile.piecewise import CompileReport, PiecewiseBackend, compile_with_inductor
+from nano.compile.artifact import BadArtifact, ForwardFn, load
+from nano.compile.compiler_process import CompilerProcess
+from nano.compile.request import CompileRequest
+from nano.compile.store import ArtifactStore
+from nano.log import get_logger
+from nano.native.build import compiler
 
-ForwardFn = Callable[[Tensor, Tensor], Tensor]
+logger = get_logger(__name__)
 
-_TRACE_TOKENS = 8  # the size that the compiler tunes for; any other is served as well
+# A made-up step of so many tokens under some forward; its result.
+Probe = Callable[[ForwardFn, int], Tensor]
+# Few tokens: between two steps of a busy engine there is time for one such step more.
+_PROBE_SIZES = (1, 2, 5)
+_TOLERANCE = 1e-3  # of the largest number, where bits are not promised
+_WAIT_SECONDS = 0.02
+_SHORT = 20  # characters of a factor's value that a log line shows; a digest is longer
+
+Progress = Literal["working", "waiting"]
+
+
+@dataclass(frozen=True, slots=True)
+class CompileTarget:
+    """A model and what compiling it needs to know."""
+
+    model: nn.Module
+    request: CompileRequest
+    split_ops: Mapping[str, Callable[..., None]]  # "namespace::op" -> what runs in its place
+    probe: Probe
+    is_exact: bool  # whether eager and compiled are to agree bit by bit
 
 
 class CompiledModel:
-    """`model.forward` in compiled pieces. The first call traces and compiles, for every size.
+    """Called like `model.forward`. Owns the compiling child, if there is one.
 
-    Guards are dropped: whatever the trace read of the model is frozen, and no later call can
-    cause a recompilation.
+    `prepare` before the first step, `poll` between any two, `close` at the end.
     """
 
-    def __init__(self, model: nn.Module, split_ops: Sequence[str]) -> None:
-        self._backend = PiecewiseBackend(split_ops, compile_with_inductor)
-        self._forward: ForwardFn = torch.compile(
-            model.forward,
-            backend=self._backend,
-            fullgraph=True,
-            dynamic=False,
-            options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},
-        )
-
-    @property
-    def report(self) -> CompileReport | None:
-        """What compiling did; None before the first call."""
-        return self._backend.report
+    def __init__(self, target: CompileTarget, store: ArtifactStore | None):
+        self.mode: Literal["eager", "compiled"] = "eager"  # now
+        self.key = target.request.key  # of its artifact
+        self._target = target
+        self._store = store
+        self._forward: ForwardFn = target.model.forward
+        self._child: CompilerProcess | None = None
+        self._work: Iterator[Progress] | None = None
 
     def __call__(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        if self.report is None:
-            # An unbacked size has no value to specialise on: one graph serves 1 to the budget.
-            input_ids, positions = input_ids.clone(), positions.clone()
-            for tensor in (input_ids, positions):
-                torch._dynamo.decorators.mark_unbacked(
-                    tensor, 0, hint_override=_TRACE_TOKENS, shape_id="T"
-                )
         return self._forward(input_ids, positions)
 
+    def prepare(self, mode: str, startup: str) -> None:
+        """Settle the mode, and swap in what is stored. Waits for a compilation if it must.
 
-def compile_model(model: nn.Module, mode: str, *, split_ops: Sequence[str] = ()) -> ForwardFn:
-    """`model.forward` as `mode` says: "eager", op by op, or "compiled", in pieces between
-    `split_ops`."""
-    if mode == "compiled":
-        return CompiledModel(model, split_ops)
-    assert mode == "eager", mode
-    forward: ForwardFn = model.forward
-    return forward
+        `mode` and `startup` are those of `CompileOptions`.
+        """
+        if not self._is_wanted(mode):
+            return
+        assert self._store is not None
+        waits = startup == "compiled-first" or not self._target.is_exact
+        self._work = self._swap_in(self._store, is_background=not waits)
+        if waits:
+            while self._work is not None:
+                if self.poll() == "waiting":
+                    time.sleep(_WAIT_SECONDS)
+        elif self._store.find(self.key) is not None:
+            while self.poll() == "working":
+                pass
+
+    def poll(self) -> Progress | None:
+        """Do a small part of the work towards compiled pieces; None when there is nothing to do.
+
+        Never takes longer than one small step of the model, and never raises: whatever goes wrong
+        here, the engine serves on.
+        """
+        if self._work is None:
+            return None
+        try:
+            progress = next(self._work, None)
+        except Exception as error:
+            logger.error("compile mode: eager (%s: %s)", type(error).__name__, error)
+            progress = None
+        if progress is None:
+            self._work = None
+        return progress
+
+    def close(self) -> None:
+        """End the compiling child. Safe to call twice."""
+        self._work = None
+        if self._child is not None:
+            if self._child.poll() is None:
+                logger.info("stopped compiling; `python -m nano.compile` does it ahead of time")
+            self._child.close()
+            self._child = None
+
+    def _is_wanted(self, mode: str) -> bool:
+        """Whether to go for compiled pieces; logs why not."""
+        if mode == "eager":
+            return False
+        if mode == "auto" and not self._target.is_exact:
+            logger.info("compile mode: eager (compiled pieces are for models on native kernels)")
+            return False
+        if self._store is None:
+            logger.warning("compile mode: eager (no home folder to keep compiled pieces in)")
+            return False
+        request = self._target.request
+        if self._store.find(self.key) is not None:
+            return True
+        reason = self._store.unwritable_reason()
+        if compiler() is None:
+            reason = "no C++ compiler was found, and no compiled pieces are stored"
+        if reason is not None:
+            logger.warning("compile mode: eager (%s)", reason)
+            return False
+        logger.info("compiled pieces: %s", _why_missing(self._store.nearest(request.factors)))
+        return True
+
+    def _swap_in(self, store: ArtifactStore, *, is_background: bool) -> Iterator[Progress]:
+        """Get pieces, check them, use them; a bad artifact is compiled once more."""
+        for _ in range(2):
+            folder = store.find(self.key)
+            if folder is None:
+                yield from self._compile(store, is_background)
+                folder = store.find(self.key)
+                if folder is None:
+                    return  # why has been said
+            try:
+                yield from self._load(folder)
+            except BadArtifact as error:
+                logger.warning("compiled pieces %s are not used: %s", folder, error)
+                try:
+                    store.quarantine(self.key)
+                except OSError as denied:
+                    logger.error("compile mode: eager (%s cannot be put aside: %s)", folder, denied)
+                    return
+            else:
+                return
+        logger.error("compile mode: eager (pieces compiled anew were no better)")
+
+    def _compile(self, store: ArtifactStore, is_background: bool) -> Iterator[Progress]:
+        """Run the child to its end."""
+        started = time.perf_counter()
+        logger.info("compiling %s", "on the side" if is_background else "first")
+        try:
+            child = self._child = CompilerProcess(self._target.request, is_background=is_background)
+        except OSError as error:
+            logger.error("compile mode: eager (no process to compile in: %s)", error)
+            return
+        while child.poll() is None:
+            yield "waiting"
+        if child.poll() != 0:
+            logger.error("compile mode: eager (compiling failed: %s)", child.last_words())
+        elif store.find(self.key) is None:
+            logger.error("compile mode: eager (nano's own sources have changed since the start)")
+        else:
+            logger.info("compiled in %.1f s", time.perf_counter() - started)
+        child.close()
+        self._child = None
+
+    def _load(self, folder: Path) -> Iterator[Progress]:
+        """Swap in the artifact of `folder`, or `BadArtifact` if it is not the model."""
+        target = self._target
+        compiled: ForwardFn | None = None
+        for loaded in load(folder, target.model, target.split_ops):
+            compiled = loaded
+            yield "working"
+        assert compiled is not None
+        for num_tokens in _PROBE_SIZES:
+            expected = target.probe(target.model.forward, num_tokens)
+            yield "working"
+            try:
+                result = target.probe(compiled, num_tokens)
+            except Exception as error:  # generated code may raise anything
+                raise BadArtifact(f"{type(error).__name__}: {error}") from error
+            if not _agree(result, expected, is_exact=target.is_exact):
+                raise BadArtifact(f"another result than the eager model's at {num_tokens} tokens")
+            yield "working"
+        self._forward = compiled
+        self.mode = "compiled"
+        logger.info("compiled pieces in use (%s)", folder)
+
+
+def _agree(result: Tensor, expected: Tensor, *, is_exact: bool) -> bool:
+    if result.shape != expected.shape or result.dtype != expected.dtype:
+        return False
+    if is_exact:  # bits: zeros have a sign, and a NaN equals itself
+        return torch.equal(
+            result.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8)
+        )
+    largest = expected.abs().max().item()
+    return (result - expected).abs().max().item() <= _TOLERANCE * largest
+
+
+def _why_missing(nearest: dict[str, tuple[str, str]] | None) -> str:
+    if nearest is None:
+        return "none are stored yet"
+    differences = [
+        f"{name} ({theirs}, now {ours})" if max(len(theirs), len(ours)) <= _SHORT else name
+        for name, (theirs, ours) in nearest.items()
+    ]
+    return f"none are stored for this; the nearest differ in {', '.join(differences)}"

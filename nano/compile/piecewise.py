@@ -1,119 +1,182 @@
-"""Piecewise compilation: a graph cut at named ops, each distinct piece compiled once.
+"""Piecewise tracing: a model's graph cut at named ops, and which of the pieces are alike.
 
-Dynamo hands over one FX graph of the whole model, parameters and the symbolic number of tokens as
-inputs. It is split at every op of `split_ops` (attention), which stays an ordinary call between two
-compiled pieces:
+Dynamo hands over one FX graph of the whole model, weights and the symbolic number of tokens as
+inputs. It is split at every op of `split_ops` (attention), which stays an ordinary call between
+two compiled pieces:
 
-    piece 0 | attention 0 | piece 1 | attention 1 | piece 1 again ... | last piece
+    piece 0 | attention 0 | piece 1 | attention 1 | piece 1 again ... | piece 2
 
-Layers are alike, so of some sixty pieces three are distinct, whatever the depth. A generated
-function calls them in turn; nothing of FX runs in a step.
+Layers are alike, so of some thirty pieces three are distinct, whatever the depth. A generated
+function calls them in turn; nothing of FX runs in a step. Tracing executes nothing: the weights
+may be uninitialised memory.
 """
 
 import hashlib
 import operator
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
 from torch.fx.passes.split_module import split_module
 
-Piece = Callable[..., tuple[Any, ...]]
-CompilePiece = Callable[[fx.GraphModule, list[Any]], Piece]
+from nano.compile.stitch import op_name, stitch
+
+_TRACE_TOKENS = 8  # the size that the compiler tunes for; any other is served as well
 
 
-@dataclass(slots=True)
-class CompileReport:
-    """What one compilation did."""
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One distinct piece."""
 
-    num_pieces: int = 0  # compiled regions in the stitched function
-    num_distinct: int = 0  # of those, compiled
-    num_split_calls: int = 0  # calls of split ops between them
-    seconds: float = 0.0
-    source: str = ""  # of the stitched function
-    piece_seconds: list[float] = field(default_factory=list)
+    graph: fx.GraphModule
+    examples: list[Any]  # its inputs, fake
+    num_uses: int
 
 
-class PiecewiseBackend:
-    """A Dynamo backend. Called once; a second graph would be a retrace, which is an error."""
+@dataclass(frozen=True, slots=True)
+class TracedModel:
+    """A model as a function `run` over pieces: `run(*inputs)` calls `piece_<i>` and the split ops.
 
-    def __init__(self, split_ops: Sequence[str], compile_piece: CompilePiece) -> None:
-        self.report: CompileReport | None = None
-        self._split_ops = frozenset(split_ops)
-        self._compile_piece = compile_piece
+    `source` is that function; it finds weight i as the global `w<i>`, and a split op under
+    `split_op_name`.
+    """
 
-    def __call__(self, graph: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        if self.report is not None:
-            raise RuntimeError("the model was traced a second time; it must be compiled once")
-        self.report = report = CompileReport()
-        started = time.perf_counter()
-        partition, split_ids = self._partition(graph)
-        whole = split_module(
-            graph,
-            None,  # type: ignore[arg-type]  # only its place in old torchs
-            lambda node: partition[node],
-            keep_original_order=True,  # attention mutates its output
-            tuple_return=True,
+    source: str
+    weights: list[str]  # names of parameters and buffers
+    pieces: list[Piece]
+    num_calls: int  # of pieces, in `run`
+    num_split_calls: int
+
+
+def trace(model: nn.Module, inputs: Mapping[str, Tensor], split_ops: Sequence[str]) -> TracedModel:
+    """Trace `model.forward(**inputs)` and cut it. The inputs' one dimension is the free one.
+
+    Guards are dropped: whatever the trace reads of the model is frozen. No later call can trace
+    again, since what is kept is the code and not the traced function.
+    """
+    captured: list[TracedModel] = []
+
+    def backend(graph: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        captured.append(cut(graph, _binding(graph, example_inputs, model, inputs), split_ops))
+        outputs = graph.graph.output_node().args[0]
+        assert isinstance(outputs, tuple)
+        return lambda *args: [torch.zeros(0)] * len(outputs)  # the skeleton computes nothing
+
+    for tensor in inputs.values():
+        # An unbacked size has no value to specialise on: one graph serves 1 to the budget.
+        torch._dynamo.decorators.mark_unbacked(
+            tensor, 0, hint_override=_TRACE_TOKENS, shape_id="num_tokens"
         )
-        pieces: dict[str, Piece] = {}
-        distinct: dict[str, Piece] = {}
-        for name, piece in whole.named_children():
-            assert isinstance(piece, fx.GraphModule)
-            if _partition_id(name) in split_ids:
-                report.num_split_calls += 1
-                continue
-            key = structural_key(piece)
-            if key not in distinct:
-                piece_started = time.perf_counter()
-                examples = [
-                    n.meta["example_value"] for n in piece.graph.find_nodes(op="placeholder")
-                ]
-                distinct[key] = self._compile_piece(piece, examples)
-                report.piece_seconds.append(time.perf_counter() - piece_started)
-            pieces[name] = distinct[key]
-        report.num_pieces, report.num_distinct = len(pieces), len(distinct)
-        run, report.source = stitch(whole, pieces)
-        report.seconds = time.perf_counter() - started
-        return run
-
-    def _partition(self, graph: fx.GraphModule) -> tuple[dict[fx.Node, int], set[int]]:
-        """Node -> number of its part, in order; and which parts are split ops."""
-        partition: dict[fx.Node, int] = {}
-        split_ids: set[int] = set()
-        current = 0
-        for node in graph.graph.nodes:
-            if node.op in ("placeholder", "output"):
-                continue
-            if _op_name(node) in self._split_ops:
-                split_ids.add(current + 1)
-                partition[node] = current + 1
-                current += 2
-            elif node.target is operator.getitem and node.args[0] in partition:
-                partition[node] = partition[node.args[0]]  # no tuple crosses a cut
-            else:
-                partition[node] = current
-        return partition, split_ids
-
-
-def compile_with_inductor(piece: fx.GraphModule, examples: list[Any]) -> Piece:
-    """Inductor C++ for one piece, for every number of tokens."""
-    from torch._inductor import standalone_compile
-
-    patches = {
-        "size_asserts": False,
-        "cpp.dynamic_threads": True,  # else the thread count of now is baked in
-    }
-    compiled: Piece = standalone_compile(
-        piece,
-        examples,
-        dynamic_shapes="from_graph",
-        options={"config_patches": patches},
-        donate_graph_module=True,
+    forward = torch.compile(
+        model.forward,
+        backend=backend,
+        fullgraph=True,
+        dynamic=False,
+        options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},
     )
-    return compiled
+    with torch.inference_mode():
+        forward(**inputs)
+    (traced,) = captured  # one graph: a break is an error
+    return traced
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """What a graph's placeholders stand for."""
+
+    inputs: list[str]  # of `run`, in order; the first one's length is the number of tokens
+    weights: list[str]
+    spelling: dict[str, str]  # placeholder -> an input's name, w<i>, or num_tokens
+
+
+def _binding(
+    graph: fx.GraphModule,
+    example_inputs: list[Any],
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+) -> Binding:
+    names = {id(tensor): name for name, tensor in named_tensors(model).items()}
+    input_names = {id(tensor): name for name, tensor in inputs.items()}
+    weights: list[str] = []
+    spelling: dict[str, str] = {}
+    for node, example in zip(graph.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
+        if not isinstance(example, Tensor):
+            spelling[node.name] = "num_tokens"
+        elif id(example) in input_names:
+            spelling[node.name] = input_names[id(example)]
+        elif id(example) in names:
+            spelling[node.name] = f"w{len(weights)}"
+            weights.append(names[id(example)])
+        else:
+            raise RuntimeError(
+                f"the traced graph reads {node.name}, which is no tensor of the model"
+            )
+    return Binding(list(inputs), weights, spelling)
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer of a model."""
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def cut(graph: fx.GraphModule, binding: Binding, split_ops: Sequence[str]) -> TracedModel:
+    """Split `graph` at `split_ops`, find equal pieces, and write the function that runs them."""
+    partition, split_parts = _partition(graph, frozenset(split_ops))
+    whole = split_module(
+        graph,
+        None,  # type: ignore[arg-type]  # only its place in old torchs
+        lambda node: partition[node],
+        keep_original_order=True,  # attention mutates its output
+        tuple_return=True,
+    )
+    graphs: dict[str, fx.GraphModule] = {}  # by structural key
+    num_uses: dict[str, int] = {}
+    piece_of: dict[str, int] = {}  # submodule -> index of its piece
+    num_split_calls = 0
+    for name, part in whole.named_children():
+        assert isinstance(part, fx.GraphModule)
+        if int(name.rpartition("_")[2]) in split_parts:
+            num_split_calls += 1
+            continue
+        key = structural_key(part)
+        graphs.setdefault(key, part)
+        num_uses[key] = num_uses.get(key, 0) + 1
+        piece_of[name] = list(graphs).index(key)
+    pieces = []
+    for key, part in graphs.items():
+        placeholders = part.graph.find_nodes(op="placeholder")
+        examples = [node.meta["example_value"] for node in placeholders]
+        pieces.append(Piece(part, examples, num_uses[key]))
+    return TracedModel(
+        source=stitch(whole, piece_of, binding.inputs, binding.spelling),
+        weights=binding.weights,
+        pieces=pieces,
+        num_calls=len(piece_of),
+        num_split_calls=num_split_calls,
+    )
+
+
+def _partition(
+    graph: fx.GraphModule, split_ops: frozenset[str]
+) -> tuple[dict[fx.Node, int], set[int]]:
+    """Node -> number of its part, in order; and which parts are split ops."""
+    partition: dict[fx.Node, int] = {}
+    split_parts: set[int] = set()
+    current = 0
+    for node in graph.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if op_name(node) in split_ops:
+            split_parts.add(current + 1)
+            partition[node] = current + 1
+            current += 2
+        elif node.target is operator.getitem and node.args[0] in partition:
+            partition[node] = partition[node.args[0]]  # no tuple crosses a cut
+        else:
+            partition[node] = current
+    return partition, split_parts
 
 
 def structural_key(piece: fx.GraphModule) -> str:
@@ -140,77 +203,7 @@ def structural_key(piece: fx.GraphModule) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def stitch(whole: fx.GraphModule, pieces: dict[str, Piece]) -> tuple[Callable[..., Any], str]:
-    """The function that runs a split graph, generated as flat Python, and its source.
-
-    `pieces` maps submodule names to compiled pieces; the other submodules hold one split op, which
-    is called directly. A value is dropped after its last use.
-    """
-    names: dict[str, Any] = {f"run_{name}": piece for name, piece in pieces.items()}
-    nodes = list(whole.graph.nodes)
-    last_use = {used: index for index, node in enumerate(nodes) for used in node.all_input_nodes}
-    parameters, lines = [], []
-    for index, node in enumerate(nodes):
-        if node.op == "placeholder":
-            parameters.append(node.name)
-        elif node.op == "output":
-            lines.append(f"return {_spell(node.args[0])}")
-            continue
-        elif node.op == "call_module" and node.target in pieces:
-            lines.append(f"{node.name} = run_{node.target}({_spell_all(node.args)})")
-        elif node.op == "call_module":
-            op, arguments = _split_call(whole.get_submodule(node.target), node)
-            names[f"op_{node.target}"] = op
-            lines.append(f"op_{node.target}({_spell_all(arguments)})")
-        else:
-            assert node.target is operator.getitem, f"{node} between pieces"
-            lines.append(f"{node.name} = {_spell(node.args[0])}[{node.args[1]}]")
-        dead = [n.name for n, last in last_use.items() if last == index and n.op != "placeholder"]
-        if dead:
-            lines.append(f"del {', '.join(dead)}")
-    body = "\n    ".join(lines)
-    source = f"def run({', '.join(parameters)}):\n    {body}\n"
-    exec(compile(source, "<stitched pieces>", "exec"), names)
-    run: Callable[..., Any] = names["run"]
-    return run, source
-
-
-def _split_call(module: torch.nn.Module, call: fx.Node) -> tuple[Any, list[Any]]:
-    """(op, arguments in terms of the outer graph) of a submodule that holds one split op."""
-    assert isinstance(module, fx.GraphModule)
-    (op_node,) = (node for node in module.graph.nodes if node.op == "call_function")
-    outer = dict(zip(module.graph.find_nodes(op="placeholder"), call.args))
-    arguments = [outer.get(a, a) if isinstance(a, fx.Node) else a for a in op_node.args]
-    op = op_node.target
-    return (op if isinstance(op, torch._ops.OpOverload) else op.default), arguments
-
-
-def _op_name(node: fx.Node) -> str | None:
-    """namespace::op, if `node` calls a torch op."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        return str(node.target.name()).partition(".")[0]
-    if isinstance(node.target, torch._ops.OpOverloadPacket):
-        return str(node.target._qualified_op_name)
-    return None
-
-
-def _partition_id(submodule_name: str) -> int:
-    return int(submodule_name.rpartition("_")[2])
-
-
 def _kind(example: Any) -> str:
-    if isinstance(example, torch.Tensor):
+    if isinstance(example, Tensor):
         return f"{tuple(example.shape)} {example.stride()} {example.dtype} {example.device}"
     return str(example)
-
-
-def _spell(value: Any) -> str:
-    if isinstance(value, fx.Node):
-        return value.name
-    if isinstance(value, (tuple, list)):
-        return f"({''.join(f'{_spell(entry)}, ' for entry in value)})"
-    return repr(value)
-
-
-def _spell_all(values: Sequence[Any]) -> str:
-    return ", ".join(map(_spell, values))

@@ -16,6 +16,7 @@ from nano.outputs import FinishReason, TokenOutput
 from nano.scheduler.request import Request
 from nano.scheduler.scheduler import Scheduler
 from nano.step import StepOutput, StepPlan
+from nano.worker.build_kernels import build_kernels
 
 ControlMethod = Literal["reset_prefix_cache", "stats"]
 
@@ -44,6 +45,7 @@ class Executor(Protocol):
 
     def load(self) -> WorkerInfo: ...
     def execute(self, plan: StepPlan) -> StepOutput: ...
+    def idle(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -120,6 +122,10 @@ class EngineCore:
         self._num_steps += 1
         return self._scheduler.update_from_output(plan, output)
 
+    def idle(self) -> None:
+        """To be called now and then while there is no work: the worker may have some of its own."""
+        self._executor.idle()
+
     def control(self, method: ControlMethod) -> dict[str, float]:
         """A maintenance call.
 
@@ -148,6 +154,8 @@ class EngineCore:
 
 def build_core(config: EngineConfig) -> EngineCore:
     """A core with the worker that a resolved `config` asks for."""
+    kernels = build_kernels(config)
     from nano.worker.executor import make_executor  # torch: seconds
 
+    kernels.join()
     return EngineCore(config, make_executor(config))

@@ -101,6 +101,8 @@ class CoreServer:
                 self._drain_inbox(wait_ms=0 if self.core.has_work else IDLE_POLL_MS)
                 if self.core.has_work:
                     self._step()
+                else:
+                    self.core.idle()
         except Exception as error:
             self._fail_all(f"{type(error).__name__}: {error}")
             raise

@@ -38,6 +38,6 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         # q and k are fresh; v is still a view into the fused projection, whose rows lie apart.
-        attended = attention(q, k, v.contiguous(), self.layer_index)
+        attended = attention(q, k, v, self.layer_index)
         out: Tensor = self.o_proj(attended.flatten(1))
         return out

@@ -1,106 +1,158 @@
-"""PackedWeight: a linear layer's weight in the layout of our CPU kernel, and the op that uses it.
+"""FloatWeight: a linear layer's weight as floats, in the layout of our CPU kernels.
 
-N outputs, K inputs, M rows; panels of 16 outputs, [ceil(N / 16), K, 16] (see cpu_linear.cpp).
+N outputs, K inputs, M rows. Outputs lie in panels of 64, the last one padded (see cpu_linear.cpp).
 """
 
-import ctypes
+from abc import abstractmethod
 from functools import cache
 from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from nano.native.build import load_library
+from nano.layers.packed_weight import PANEL, PackedWeight
+from nano.native.build import load_ops
 
-_SOURCE = Path(__file__).with_name("cpu_linear.cpp")
-_PANEL = 16
+SOURCE = Path(__file__).with_name("cpu_linear.cpp")
 
 
-class PackedWeight(nn.Module):
-    """x [M, K] -> x @ weight.T + bias, [M, N], with equal bits for a row whatever M is.
+class FloatWeight(PackedWeight):
+    """Weights that are stored as floats and computed with in float32, which changes no value."""
 
-    Weights that all fit bfloat16 are stored as such, which halves the memory traffic and changes
-    no result: the arithmetic is float32 either way. `is_available` says whether the kernel is.
-    """
-
+    stored_dtype: ClassVar[torch.dtype]
     packed: Tensor
-    bias: Tensor | None
+    bias: Tensor | None  # [N] float32
 
-    def __init__(self, weight: Tensor, bias: Tensor | None):
-        """weight: [N, K] float32; bias: [N] float32."""
+    def __init__(self, packed: Tensor, bias: Tensor | None, num_outputs: int, num_inputs: int):
         super().__init__()
-        self.num_outputs = weight.shape[0]
-        padding = -self.num_outputs % _PANEL
-        panels = functional.pad(weight, (0, 0, 0, padding)).unflatten(0, (-1, _PANEL))
-        panels = panels.transpose(1, 2)  # [N / 16, K, 16]
-        if _fits_bfloat16(weight):
-            pairs = panels.unflatten(-1, (2, _PANEL // 2)).transpose(2, 3)  # columns i and i + 8
-            panels = pairs.to(torch.bfloat16).contiguous().flatten(2)
-        self.register_buffer("packed", panels.contiguous(), persistent=False)
-        padded = None if bias is None else functional.pad(bias, (0, padding))
-        self.register_buffer("bias", padded, persistent=False)
+        self.register_buffer("packed", packed, persistent=False)
+        self.register_buffer("bias", bias, persistent=False)
+        self.num_outputs, self.num_inputs = num_outputs, num_inputs
 
     @staticmethod
     def is_available() -> bool:
-        return _kernels() is not None
+        """Whether the kernels are: they need a C++ compiler, or a cache filled by one."""
+        return _has_ops()
+
+    @staticmethod
+    def pack(
+        weight: Tensor,
+        bias: Tensor | None,
+        storage: Literal["float32", "bfloat16"] | None = None,
+    ) -> "FloatWeight":
+        """weight: [N, K] float32; bias: [N] float32.
+
+        `storage` None is bfloat16 if every weight fits it: half the memory traffic, and no result
+        changes. "bfloat16" rounds to the nearest what does not fit.
+        """
+        if storage is None:
+            storage = "bfloat16" if fits_bfloat16(weight) else "float32"
+        chosen = FLOAT_FORMATS[storage]
+        packed = chosen._pack(weight.detach().to(chosen.stored_dtype))
+        return chosen(packed, None if bias is None else bias.detach(), *weight.shape)
+
+    @staticmethod
+    @abstractmethod
+    def _pack(weight: Tensor) -> Tensor:
+        """[N, K] -> as the kernel reads it."""
+
+    @staticmethod
+    @abstractmethod
+    def _packed_shape(num_panels: int, num_inputs: int) -> tuple[int, ...]: ...
+
+    def layout(self) -> dict[str, Any]:
+        return {
+            "format": self.format,
+            "num_outputs": self.num_outputs,
+            "num_inputs": self.num_inputs,
+            "has_bias": self.bias is not None,
+        }
+
+    @classmethod
+    def empty(cls, layout: dict[str, Any]) -> Self:
+        num_outputs, num_inputs = layout["num_outputs"], layout["num_inputs"]
+        shape = cls._packed_shape(-(-num_outputs // PANEL), num_inputs)
+        bias = torch.empty(num_outputs) if layout["has_bias"] else None
+        return cls(torch.empty(shape, dtype=cls.stored_dtype), bias, num_outputs, num_inputs)
+
+
+class Float32Weight(FloatWeight):
+    """packed: [ceil(N / 64), K, 64] float32."""
+
+    format = "float32"
+    stored_dtype = torch.float32
+
+    @staticmethod
+    def _pack(weight: Tensor) -> Tensor:
+        packed: Tensor = _panels(weight).transpose(1, 2).contiguous()
+        return packed
+
+    @staticmethod
+    def _packed_shape(num_panels: int, num_inputs: int) -> tuple[int, ...]:
+        return num_panels, num_inputs, PANEL
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.nano.cpu_linear(x, self.packed, self.bias)
-        return out[:, : self.num_outputs]
+        out: Tensor = torch.ops.nano.linear_float32(x, self.packed, self.bias, self.num_outputs)
+        return out
+
+    def dequantized(self) -> Tensor:
+        return self.packed.transpose(1, 2).flatten(0, 1)[: self.num_outputs]
 
 
-def linear_twin(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """What the kernel computes, in torch and up to rounding. For tests."""
-    panels = packed
-    if packed.dtype == torch.bfloat16:
-        panels = packed.unflatten(-1, (_PANEL // 2, 2)).transpose(2, 3).flatten(2).float()
-    return functional.linear(x, panels.transpose(1, 2).flatten(0, 1), bias)
+class BFloat16Weight(FloatWeight):
+    """packed: [ceil(N / 64), ceil(K / 2), 64, 2] bfloat16: a pair of inputs side by side."""
+
+    format = "bfloat16"
+    stored_dtype = torch.bfloat16
+
+    @staticmethod
+    def _pack(weight: Tensor) -> Tensor:
+        even = functional.pad(weight, (0, weight.shape[1] % 2))
+        packed: Tensor = _panels(even).unflatten(2, (-1, 2)).transpose(1, 2).contiguous()
+        return packed
+
+    @staticmethod
+    def _packed_shape(num_panels: int, num_inputs: int) -> tuple[int, ...]:
+        return num_panels, (num_inputs + 1) // 2, PANEL, 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.nano.linear_bfloat16(x, self.packed, self.bias, self.num_outputs)
+        return out
+
+    def dequantized(self) -> Tensor:
+        weight: Tensor = self.packed.transpose(1, 2).flatten(2).flatten(0, 1).float()
+        return weight[: self.num_outputs, : self.num_inputs]
 
 
-def _fits_bfloat16(weight: Tensor) -> bool:
+FLOAT_FORMATS: dict[str, type[FloatWeight]] = {
+    chosen.format: chosen for chosen in (Float32Weight, BFloat16Weight)
+}
+
+
+def fits_bfloat16(weight: Tensor) -> bool:
+    """Whether storing as bfloat16 changes no value."""
     return all(
-        torch.equal(part.to(torch.bfloat16).to(torch.float32), part)
+        torch.equal(part.to(torch.bfloat16).to(weight.dtype), part)
         for part in weight.split(4096)  # no second copy of a large matrix
     )
 
 
+def _panels(weight: Tensor) -> Tensor:
+    """[N, K] -> [ceil(N / 64), 64, K]."""
+    padded = functional.pad(weight, (0, 0, 0, -weight.shape[0] % PANEL))
+    panels: Tensor = padded.unflatten(0, (-1, PANEL))
+    return panels
+
+
 @cache
-def _kernels() -> ctypes.CDLL | None:
-    library = load_library(_SOURCE)
-    if library is not None:
-        for function in (library.nano_linear_float32, library.nano_linear_bfloat16):
-            # Always declared: undeclared arguments are passed as 32-bit integers.
-            function.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_long] * 3
-            function.restype = None
-    return library
-
-
-def _cpu_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    library = _kernels()
-    assert library is not None
-    num_panels, num_inputs, _ = packed.shape
-    x = x.contiguous()
-    out = torch.empty(x.shape[0], num_panels * _PANEL)
-    is_bfloat16 = packed.dtype == torch.bfloat16
-    kernel = library.nano_linear_bfloat16 if is_bfloat16 else library.nano_linear_float32
-    kernel(
-        x.data_ptr(),
-        packed.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        x.shape[0],
-        num_panels,
-        num_inputs,
-    )
-    return out
-
-
-_library = torch.library.Library("nano", "FRAGMENT")
-_library.define("cpu_linear(Tensor x, Tensor packed, Tensor? bias) -> Tensor")
-_library.impl("cpu_linear", _cpu_linear, "CPU")
-torch.library.register_fake(
-    "nano::cpu_linear",
-    lambda x, packed, bias: x.new_empty(x.shape[0], packed.shape[0] * _PANEL),
-    lib=_library,
-)
+def _has_ops() -> bool:
+    if not load_ops(SOURCE):
+        return False
+    for name in FLOAT_FORMATS:
+        torch.library.register_fake(
+            f"nano::linear_{name}",
+            lambda x, packed, bias, num_outputs: x.new_empty(x.shape[0], num_outputs),
+        )
+    return True

@@ -6,13 +6,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nano.layers.cpu_linear import PackedWeight
+from nano.layers.kernels import Kernels
+from nano.layers.packed_weight import PackedWeight
 
 
 class Linear(nn.Module):
     """x [T, in] -> [T, out]. The parameters are uninitialised: a loader fills them.
 
-    `pack` may then trade them for a layout that our CPU kernel reads.
+    `pack` may then trade them for a layout that our kernels read; a loader of quantised weights
+    sets `packed` itself.
     """
 
     weight: nn.Parameter | None
@@ -25,10 +27,13 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
         self.packed = None
 
-    def pack(self) -> None:
-        assert self.weight is not None
-        self.packed = PackedWeight(self.weight, self.bias)
-        self.weight = self.bias = None
+    def pack(self, kernels: Kernels) -> None:
+        """Trade the filled parameters for what `kernels` read."""
+        if self.weight is None:
+            return  # quantised
+        self.packed = kernels.pack(self.weight, self.bias)
+        if self.packed is not None:
+            self.weight = self.bias = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.packed is not None:

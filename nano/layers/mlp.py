@@ -1,8 +1,8 @@
 """The feed-forward half of a decoder layer."""
 
 from torch import Tensor, nn
-from torch.nn import functional
 
+from nano.layers.kernels import Kernels, TorchKernels
 from nano.layers.linear import FusedLinear, Linear
 
 
@@ -14,8 +14,8 @@ class SwiGLU(nn.Module):
         shard_sizes = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
         self.gate_up_proj = FusedLinear(hidden_size, shard_sizes, bias)
         self.down_proj = Linear(intermediate_size, hidden_size, bias)
+        self.kernels: Kernels = TorchKernels()
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj.split(self.gate_up_proj(x))
-        out: Tensor = self.down_proj(functional.silu(gate) * up)
+        out: Tensor = self.down_proj(self.kernels.silu_and_mul(self.gate_up_proj(x)))
         return out

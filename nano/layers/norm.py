@@ -3,20 +3,17 @@
 import torch
 from torch import Tensor, nn
 
+from nano.layers.kernels import Kernels, TorchKernels
+
 
 class RMSNorm(nn.Module):
-    """x [..., size] -> same shape and dtype, computed in float32 or wider.
-
-    The scaled vector is rounded to x's dtype *before* the weight multiplies it, as in Hugging
-    Face; in bfloat16 the other order gives other bits.
-    """
+    """x [..., size] -> same shape and dtype, by `kernels`."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
         self.eps = eps
+        self.kernels: Kernels = TorchKernels()
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        mean_square = wide.square().mean(dim=-1, keepdim=True)
-        return self.weight * (wide * torch.rsqrt(mean_square + self.eps)).to(x.dtype)
+        return self.kernels.rms_norm(x, self.weight, self.eps)

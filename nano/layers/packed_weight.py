@@ -1,14 +1,16 @@
 """PackedWeight: a linear layer's weight in the layout that one of our CPU kernels reads.
 
-M rows, K inputs, N outputs. The formats that hold floats are in `cpu_linear.py`, the quantised ones in
-`nano/quant/`. All keep one promise: a row of the result has the same bits whatever M is, and on any
-number of threads.
+M rows, K inputs, N outputs. The formats that hold floats are in `cpu_linear.py`, the quantised ones
+in `nano/quant/`. All keep one promise: a row of the result has the same bits whatever M is, and on
+any number of threads.
 """
 
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
+
+PANEL = 64  # outputs that every format stores side by side (see linear_kernel.h)
 
 
 class PackedWeight(nn.Module, ABC):
@@ -25,6 +27,10 @@ class PackedWeight(nn.Module, ABC):
     @abstractmethod
     def dequantized(self) -> Tensor:
         """[N, K] float32: the very numbers that the kernel multiplies by."""
+
+    def as_table(self) -> nn.Module:
+        """token ids [T] -> rows [T, K] of `dequantized()`, without a second copy of the matrix."""
+        raise NotImplementedError(f"format {self.format} has no rows to look up")
 
     @abstractmethod
     def layout(self) -> dict[str, Any]:

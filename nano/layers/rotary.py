@@ -15,27 +15,31 @@ from nano.checkpoint.rope_config import RopeConfig
 class RotaryEmbedding(nn.Module):
     """cos and sin for a step's positions; made once per forward and shared by all layers.
 
-    Computed from the positions in float32 (float64 for a float64 model), not looked up: a table
-    of a 128k context is larger than many a layer, and the arithmetic is Hugging Face's own.
+    They are looked up in tables over all positions below `max_model_len`, which take 4 * D bytes a
+    position in float32 (8192 positions of D = 64: 2 MB; 128k of D = 128: 67 MB). Computed in the
+    model instead, they would differ by the last bit between one way of computing and another:
+    torch's vector functions and its scalar ones, one thread and two, eager and compiled.
     """
 
-    inv_freq: Tensor
+    cos: Tensor  # [max_model_len, D / 2] in the model's dtype
+    sin: Tensor
 
     def __init__(self, rope: RopeConfig, head_dim: int, max_model_len: int, dtype: torch.dtype):
         super().__init__()
-        self._dtype = dtype
         wide = torch.promote_types(dtype, torch.float32)
         # Explicitly on the CPU: a model under construction may be on the meta device.
         inv_freq = inverse_frequencies(rope, head_dim, max_model_len, wide)
-        self.register_buffer("inv_freq", inv_freq, persistent=False)
-        self.attention_scaling = attention_scaling(rope)
+        positions = torch.arange(max_model_len, dtype=wide, device="cpu")
+        # The angle is rounded as in Hugging Face; its functions are not: in float64 they are right
+        # to the last bit of float32 however they are computed.
+        angles = (positions[:, None] * inv_freq).double()
+        scaling = attention_scaling(rope)
+        self.register_buffer("cos", (angles.cos() * scaling).to(dtype), persistent=False)
+        self.register_buffer("sin", (angles.sin() * scaling).to(dtype), persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [T] int -> cos, sin, each [T, 1, D / 2] in the model's dtype."""
-        angles = (positions[:, None].to(self.inv_freq.dtype) * self.inv_freq)[:, None, :]
-        cos = (angles.cos() * self.attention_scaling).to(self._dtype)
-        sin = (angles.sin() * self.attention_scaling).to(self._dtype)
-        return cos, sin
+        return self.cos[positions][:, None, :], self.sin[positions][:, None, :]
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

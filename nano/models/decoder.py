@@ -11,6 +11,8 @@ from nano.checkpoint.hf_config import DecoderConfig
 from nano.kv_spec import LayerKVSpec
 from nano.layers.attention import Attention
 from nano.layers.embedding import Embedding
+from nano.layers.huge_pages import move_to_huge_pages
+from nano.layers.kernels import Kernels
 from nano.layers.linear import Linear
 from nano.layers.mlp import SwiGLU
 from nano.layers.norm import RMSNorm
@@ -68,13 +70,16 @@ class Decoder(nn.Module):
         logits: Tensor = self.lm_head(hidden)
         return logits
 
-    def pack(self) -> None:
-        """Trade filled weights for the layout of our CPU kernel. Only for float32 on a CPU."""
+    def pack(self, kernels: Kernels) -> None:
+        """Compute with `kernels` from now on: filled weights are traded for what these read."""
         for module in self.modules():
             if isinstance(module, Linear):
-                module.pack()
-        if self.lm_head is None:
-            self.embed_tokens.pack()
+                module.pack(kernels)
+            elif isinstance(module, Embedding):
+                module.pack(kernels, for_logits=self.lm_head is None)
+            elif isinstance(module, RMSNorm | SwiGLU):
+                module.kernels = kernels
+        move_to_huge_pages(self)
 
     def kv_specs(self, dtype: str) -> list[LayerKVSpec]:
         """What each layer caches when keys and values are stored as `dtype`, by layer_index."""

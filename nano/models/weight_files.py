@@ -1,9 +1,9 @@
 """WeightFiles: which safetensors file of a checkpoint holds which tensor."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -50,11 +50,17 @@ def tensor_names(file: Path) -> list[str]:
         return sorted(tensors.keys())
 
 
-def read_tensors(file: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
-    """The named tensors on the CPU, one at a time, as views of the mapped file."""
-    with _open(file) as tensors:
-        for name in names:
-            yield name, tensors.get_tensor(name)
+class TensorReader:
+    """Reads tensors by name, on the CPU, as views of the mapped files, which stay open."""
+
+    def __init__(self) -> None:
+        self._opened: dict[Path, Any] = {}
+
+    def read(self, file: Path, name: str) -> Tensor:
+        if file not in self._opened:
+            self._opened[file] = _open(file)
+        tensor: Tensor = self._opened[file].get_tensor(name)
+        return tensor
 
 
 def _open(file: Path) -> safe_open:

@@ -2,11 +2,12 @@
 
 Ops are registered through torch's stable C++ interface, whose headers cost a second where ATen's
 cost fourteen, and which a call crosses in a microsecond where Python with ctypes takes ten. What is
-built is cached under a key of all it depends on: sources, flags, CPU, torch. With the cache filled no
-compiler is needed.
+built is cached under a key of all it depends on: sources, flags, CPU, torch. With the cache filled
+no compiler is needed.
 """
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import platform
@@ -14,9 +15,11 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import cache
+from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,10 +46,9 @@ def load_ops(source: Path) -> bool:
 @cache
 def load_threads() -> ctypes.CDLL | None:
     """The thread pool that every kernel calls; None if it cannot be built."""
-    library = _built(_THREADS, cpu_flags())
-    if library is None:
+    pool = _loaded(_THREADS, cpu_flags(), ctypes.RTLD_GLOBAL)  # kernels find its symbols
+    if pool is None:
         return None
-    pool = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)  # kernels find its symbols
     pool.nano_set_num_threads.argtypes = [ctypes.c_int]
     pool.nano_set_num_threads.restype = None
     pool.nano_num_threads.restype = ctypes.c_int
@@ -87,35 +89,66 @@ def cpu_name() -> str:
 
 @cache
 def _load_ops(source: Path, flags: tuple[str, ...]) -> bool:
-    if load_threads() is None:
-        return False
+    import_module("torch")  # only here: building needs none, but ops are registered with it
+    return load_threads() is not None and _loaded(source, flags) is not None
+
+
+def _loaded(
+    source: Path, flags: tuple[str, ...], mode: int = ctypes.DEFAULT_MODE
+) -> ctypes.CDLL | None:
     library = _built(source, flags)
     if library is None:
-        return False
-    import torch  # only here: building needs none
-
-    torch.ops.load_library(str(library))
-    return True
+        return None
+    try:
+        return ctypes.CDLL(str(library), mode)
+    except OSError as error:  # a full disk may have lost the end of it
+        logger.warning("%s is compiled again: %s", library.name, error)
+    library.unlink(missing_ok=True)
+    _built.cache_clear()
+    library = _built(source, flags)
+    return None if library is None else ctypes.CDLL(str(library), mode)
 
 
 @cache
 def _built(source: Path, flags: tuple[str, ...]) -> Path | None:
-    """The library compiled from `source`. Two processes may build at once: each writes a file of
-    its own and renames it into place."""
+    """The library compiled from `source`: from the cache, or now."""
     library = _cache_folder() / f"{source.stem}-{_key(source, flags)}.so"
     if library.exists():
         return library
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with _turn(library):
+            return library if library.exists() else _build(source, flags, library)
+    except OSError as error:
+        logger.warning("%s: %s; torch's own kernels are used", source.name, error)
+        return None
+
+
+@contextmanager
+def _turn(library: Path) -> Iterator[None]:
+    """Who builds the same library meanwhile, in another thread or process, is waited for."""
+    path = library.with_suffix(".lock")
+    with path.open("w") as file:
+        with suppress(OSError):  # a file system without locks: both build, and the last one stays
+            fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _build(source: Path, flags: tuple[str, ...], library: Path) -> Path | None:
     found = compiler()
     if found is None:
         logger.warning("%s: no C++ compiler found; torch's own kernels are used", source.name)
         return None
-    command = [found, *_FLAGS, *flags, f"-I{_HEADERS}", f"-I{_torch_folder() / 'include'}"]
-    try:
-        library.parent.mkdir(parents=True, exist_ok=True)
-        return library if _compile([*command, str(source)], library) else None
-    except OSError as error:
-        logger.warning("%s: %s; torch's own kernels are used", source.name, error)
-        return None
+    # -iquote, not -I: <math.h> must stay the system's.
+    ours = (f"-iquote{_HEADERS}", f"-iquote{_HEADERS.parent}")
+    torch_folder = _torch_folder()
+    command = [found, *_FLAGS, *flags, *ours, f"-I{torch_folder / 'include'}"]
+    torch_library = (f"-L{torch_folder / 'lib'}", "-ltorch_cpu")  # the ops' interface
+    done = _compile([*command, str(source), *torch_library], library)
+    return library if done else None
 
 
 def _compile(command: list[str], library: Path) -> bool:
@@ -126,7 +159,7 @@ def _compile(command: list[str], library: Path) -> bool:
         if done.returncode != 0:
             logger.warning(
                 "%s does not compile; torch's own kernels are used:\n%s",
-                command[-1],
+                library.stem,
                 done.stderr[-2000:],
             )
             return False
@@ -139,7 +172,7 @@ def _compile(command: list[str], library: Path) -> bool:
 
 def _key(source: Path, flags: tuple[str, ...]) -> str:
     digest = hashlib.sha256(" ".join((*_FLAGS, *flags)).encode())
-    headers = {*_HEADERS.glob("*.h"), *source.parent.glob("*.h")}
+    headers = {*_HEADERS.parent.rglob("*.h"), *source.parent.glob("*.h")}
     for path in [source, *sorted(headers)]:
         digest.update(path.read_bytes())
     digest.update(version("torch").encode())
@@ -157,9 +190,3 @@ def _torch_folder() -> Path:
 def _cache_folder() -> Path:
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "nano" / "native"
-
-
-def load_library(source: Path) -> ctypes.CDLL | None:
-    """Temporary, for kernels not yet moved to torch ops."""
-    library = _built(source, cpu_flags()) if load_threads() is not None else None
-    return None if library is None else ctypes.CDLL(str(library))

@@ -15,7 +15,12 @@ typedef float Vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t IntVec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint32_t WordVec __attribute__((vector_size(4 * LANES), aligned(4)));
 
+// Always inlined: a product that is added is fused where the compiler sees both, so whether a function is
+// inlined would otherwise decide about bits.
+#define NANO_INLINE inline __attribute__((always_inline))
+
 // Loads and stores go through types of alignment 4: any float address will do.
-static inline Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
-static inline void store(float* p, Vec v) { *reinterpret_cast<Vec*>(p) = v; }
-static inline Vec broadcast(float x) { return x - Vec{}; }
+static NANO_INLINE Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
+static NANO_INLINE WordVec load(const uint32_t* p) { return *reinterpret_cast<const WordVec*>(p); }
+static NANO_INLINE void store(float* p, Vec v) { *reinterpret_cast<Vec*>(p) = v; }
+static NANO_INLINE Vec broadcast(float x) { return x - Vec{}; }

@@ -1,5 +1,7 @@
 """Exponential noise keyed by (seed, position, token id): the only randomness in the engine.
 
+cpu_sampling.cpp computes the same bits; the logarithms may differ in the last place.
+
 Sampling is an exponential race: token v wins where E_v / p_v is smallest, E_v ~ Exp(1), which
 happens with probability p_v. The noise of a position is a pure function of its key, so it is the
 same alone or in a batch, in a chunk or a draft, before and after preemption.

@@ -7,25 +7,25 @@ Order of operations, as in vLLM:
   4. an exponential race over what is left                                       (noise.py)
   5. processed logprobs are taken from what step 4 drew from
 
+Steps 3 and 4 are one call of a backend for all rows: cpu_sampling.cpp, or its twin in torch.
 Every row is sampled alone and from its own key, so nothing about the batch can reach it. With
 no drafts a request has one row and this is ordinary sampling; there is no second path.
 """
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nano.batch.input_batch import InputBatch, LogitsRows
-from nano.batch.request_states import RequestStates
+from nano.batch.request_states import NO_LOGPROBS, RequestStates
+from nano.sampling.backend import NO_TOKEN, SamplingBackend
 from nano.sampling.logits import edit_logits
-from nano.sampling.logprobs import gather_logprobs
-from nano.sampling.noise import log_exponential
-from nano.sampling.truncation import survivors
-from nano.sampling_params import SamplingParams
+from nano.sampling.logprobs import num_alternatives
+from nano.sampling.select import select_backend
 from nano.step import TokenLogprobs
 
-_SPARSE = 8  # noise of single tokens costs about this many times its share of a whole row's
 _BAD_LOGITS = "the model produced logits that are not numbers (NaN or infinity) for this request"
 _NOTHING_LEFT = "no token may be sampled: the request's own restrictions exclude all of them"
 
@@ -57,9 +57,14 @@ class SamplerOutput:
 class Sampler:
     """Turns logits into tokens. Nothing of one call can be seen in the next."""
 
-    def __init__(self, logprobs_mode: str = "raw_logprobs"):
+    def __init__(
+        self, logprobs_mode: str = "raw_logprobs", backend: SamplingBackend | None = None
+    ) -> None:
+        """backend: None is the best one for the logits that come."""
         self.takes_raw_logprobs = logprobs_mode == "raw_logprobs"
-        self._arange = torch.empty(0, dtype=torch.int32)
+        self.backend = backend
+        if backend is None:  # what must be compiled is compiled now, not in the first step
+            select_backend(torch.float32, torch.device("cpu"))
 
     def sample_rows(
         self, logits: Tensor, rows: LogitsRows, states: RequestStates, mask: Tensor | None = None
@@ -68,52 +73,51 @@ class Sampler:
 
         mask: [L, V] bool, True where a grammar allows the token, or None.
         """
-        edited = edit_logits(logits, rows, states, mask)
-        best_values, best_ids = edited.max(dim=1)  # propagates NaN
-        samples = RowSamples(token_ids=best_ids.tolist())
-        if not bool(torch.isfinite(best_values).all()):
-            self._explain(logits, best_values, samples)
-        for i, row in enumerate(rows.row):
-            params = states.row_params(row).sampling_params
-            processed = edited[i]
-            if not params.is_greedy and i not in samples.errors:
-                token_id, processed = self._draw(edited[i], params, int(rows.num_known[i]))
-                samples.token_ids[i] = token_id
-            if params.logprobs is None or i in samples.errors:
-                samples.logprobs.append(None)
-                continue
-            source = logits[i] if self.takes_raw_logprobs else processed
-            token = torch.tensor([samples.token_ids[i]])
-            samples.logprobs.append(gather_logprobs(source[None], token, params.logprobs))
+        backend = self.backend or select_backend(logits.dtype, logits.device)
+        num_logprobs = states.num_logprobs[rows.row]
+        wants_logprobs = bool((num_logprobs != NO_LOGPROBS).any())
+        edited = edit_logits(logits, rows, states, mask, backend)
+        source, processed = logits, None
+        if wants_logprobs and not self.takes_raw_logprobs:
+            source = processed = logits.new_empty(logits.shape)
+        token_ids = backend.draw(edited, rows, states, processed)
+        samples = RowSamples(token_ids, [None] * len(token_ids))
+        if NO_TOKEN in token_ids:
+            self._explain(logits, samples)
+        if wants_logprobs:
+            self._take_logprobs(backend, source, num_logprobs, samples)
         return samples
 
-    def _draw(self, logits: Tensor, params: SamplingParams, position: int) -> tuple[int, Tensor]:
-        """The token of one row, and the [V] logits it was drawn from (-inf: could not be)."""
-        # The best token is moved to zero first, so that a tiny temperature cannot overflow it.
-        scaled = (logits - logits.max()) / params.temperature
-        mask = survivors(scaled, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
-        if mask is not None:
-            scaled = scaled.masked_fill_(mask.logical_not(), float("-inf"))
-        assert params.seed is not None
-        if mask is None or int(mask.sum()) * _SPARSE > mask.numel():
-            noise = log_exponential(params.seed, position, self._all_token_ids(scaled.numel()))
-            return int((scaled - noise).argmax()), scaled
-        token_ids = mask.nonzero().squeeze(1)  # few: their noise alone is cheaper, and the same
-        noise = log_exponential(params.seed, position, token_ids.to(torch.int32))
-        return int(token_ids[(scaled[token_ids] - noise).argmax()]), scaled
+    def _take_logprobs(
+        self,
+        backend: SamplingBackend,
+        source: Tensor,
+        num_logprobs: np.ndarray,
+        samples: RowSamples,
+    ) -> None:
+        """Fill in what rows asked for, in one call per number of alternatives. source: [L, V]."""
+        token_ids = np.array(samples.token_ids)
+        num_logprobs[list(samples.errors)] = NO_LOGPROBS
+        for num_top in set(num_logprobs.tolist()) - {NO_LOGPROBS}:
+            index = np.flatnonzero(num_logprobs == num_top)
+            record = backend.gather_logprobs(
+                source,
+                torch.from_numpy(index),
+                torch.from_numpy(token_ids[index]),
+                num_alternatives(num_top, source.shape[1]),
+            )
+            for j, i in enumerate(index.tolist()):
+                samples.logprobs[i] = TokenLogprobs(
+                    [record.token_ids[j]], [record.logprobs[j]], [record.ranks[j]]
+                )
 
-    def _all_token_ids(self, vocab_size: int) -> Tensor:
-        """arange(vocab_size), made once. int32."""
-        if self._arange.numel() != vocab_size:
-            self._arange = torch.arange(vocab_size, dtype=torch.int32)
-        return self._arange
-
-    def _explain(self, logits: Tensor, best_values: Tensor, samples: RowSamples) -> None:
-        """Record an error for each row whose best logit is not finite."""
-        for i in torch.isfinite(best_values).logical_not_().nonzero().flatten().tolist():
-            raw_is_fine = bool(torch.isfinite(logits[i].max()))
-            samples.errors[i] = _NOTHING_LEFT if raw_is_fine else _BAD_LOGITS
-            samples.token_ids[i] = 0
+    def _explain(self, logits: Tensor, samples: RowSamples) -> None:
+        """Record an error for each row that gave no token."""
+        for i, token_id in enumerate(samples.token_ids):
+            if token_id == NO_TOKEN:
+                raw_is_fine = bool(torch.isfinite(logits[i].max()))
+                samples.errors[i] = _NOTHING_LEFT if raw_is_fine else _BAD_LOGITS
+                samples.token_ids[i] = 0
 
 
 def accept(batch: InputBatch, states: RequestStates, samples: RowSamples) -> SamplerOutput:
@@ -123,25 +127,16 @@ def accept(batch: InputBatch, states: RequestStates, samples: RowSamples) -> Sam
     Lossless for any proposer, because every row was sampled from the target.
     """
     output = SamplerOutput(token_ids=[], logprobs={}, errors={})
+    starts, is_sampling = batch.logits_start.tolist(), batch.is_sampling.tolist()
     for i, request_id in enumerate(batch.request_ids):
-        start = int(batch.logits_start[i])
-        if not batch.is_sampling[i]:
+        start, end = starts[i], starts[i + 1]
+        if not is_sampling[i]:
             # The row may still tell that the KV of this chunk is spoilt.
             if start in samples.errors and samples.errors[start] is _BAD_LOGITS:
                 output.errors[request_id] = _BAD_LOGITS
             output.token_ids.append([])
             continue
-        row = int(batch.rows[i])
-        num_tokens, num_drafts = int(states.num_tokens[row]), int(batch.num_drafts[i])
-        drafts = states.token_ids[row, num_tokens : num_tokens + num_drafts].tolist()
-        num_accepted = 0
-        while (
-            num_accepted < num_drafts
-            and start + num_accepted not in samples.errors
-            and drafts[num_accepted] == samples.token_ids[start + num_accepted]
-        ):
-            num_accepted += 1
-        last = start + num_accepted
+        last = start + _num_accepted(batch.rows[i], samples, start, end, states)
         if last in samples.errors:
             output.errors[request_id] = samples.errors[last]
             output.token_ids.append([])
@@ -151,6 +146,20 @@ def accept(batch: InputBatch, states: RequestStates, samples: RowSamples) -> Sam
         if logprobs:
             output.logprobs[request_id] = concatenate(logprobs)
     return output
+
+
+def _num_accepted(
+    row: np.integer, samples: RowSamples, start: int, end: int, states: RequestStates
+) -> int:
+    """How many drafts of `row` were sampled as well; its logits rows are [start, end)."""
+    if end - start == 1:
+        return 0
+    num_tokens = states.num_tokens[row]
+    drafts = states.token_ids[row, num_tokens : num_tokens + end - start - 1].tolist()
+    for i, draft in enumerate(drafts):
+        if start + i in samples.errors or draft != samples.token_ids[start + i]:
+            return i
+    return len(drafts)
 
 
 def concatenate(parts: list[TokenLogprobs]) -> TokenLogprobs:

@@ -19,6 +19,11 @@ class Executor(ABC):
         """Run one step to its end."""
 
     @abstractmethod
+    @abstractmethod
+    def idle(self) -> None:
+        """Nothing is to be executed now: a moment for work on the side."""
+
+    @abstractmethod
     def close(self) -> None:
         """Let go of workers and memory. Safe to call twice."""
 
@@ -37,8 +42,14 @@ class SingleProcessExecutor(Executor):
         assert self._worker is not None, "the executor is closed"
         return self._worker.execute(plan)
 
+    def idle(self) -> None:
+        if self._worker is not None:
+            self._worker.idle()
+
     def close(self) -> None:
-        self._worker = None
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
 
 
 def make_executor(config: EngineConfig) -> Executor:

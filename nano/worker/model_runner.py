@@ -18,7 +18,7 @@ from nano.attention.backend import AttentionBackend
 from nano.attention.op import ForwardContext, forward_context
 from nano.batch.input_batch import InputBatch, InputBatchBuilder, LogitsRows
 from nano.batch.request_states import RequestStates
-from nano.compile.compile_model import ForwardFn
+from nano.compile.artifact import ForwardFn
 from nano.models.decoder import Decoder
 from nano.sampling.logprobs import gather_logprobs
 from nano.sampling.sampler import RowSamples, Sampler, accept, concatenate
@@ -75,6 +75,12 @@ class ModelRunner:
         with forward_context(self.context):
             hidden = self.model_forward(batch.input_ids, batch.positions)
         self._forwarded = _Forwarded(plan, batch, hidden, time.perf_counter() - started)
+
+    @property
+    def hidden(self) -> Tensor:
+        """[T, hidden] of the step that `forward` has begun."""
+        assert self._forwarded is not None
+        return self._forwarded.hidden
 
     def sample(self, mask: Tensor | None = None) -> StepOutput:
         """mask: [L, V] bool, True where a token may be drawn; None allows all."""

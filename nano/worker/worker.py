@@ -3,38 +3,43 @@
 import hashlib
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from nano.attention.backend import AttentionBackend
+from nano.attention.op import attend
 from nano.attention.select import select_backend
 from nano.batch.input_batch import InputBatchBuilder
 from nano.batch.request_states import RequestStates
 from nano.checkpoint.fingerprint import weights_fingerprint
 from nano.checkpoint.hf_config import load_decoder_config
-from nano.compile.compile_model import compile_model
+from nano.compile.compile_model import CompiledModel, CompileTarget
+from nano.compile.request import CompileRequest
+from nano.compile.skeleton import describe, dump_skeleton
+from nano.compile.store import ArtifactStore
 from nano.config import EngineConfig
 from nano.device import make_device
 from nano.errors import ConfigError
 from nano.kv_spec import KVCacheConfig, LayerKVSpec
-from nano.layers.cpu_linear import PackedWeight
+from nano.layers.kernels import TorchKernels
+from nano.layers.native_kernels import NativeKernels
+from nano.layers.select import select_kernels
 from nano.log import get_logger
-from nano.models.weights import load_model
+from nano.models.weights import load_model, storage_formats
 from nano.sampling.sampler import Sampler
-from nano.sampling_params import SamplingParams
 from nano.spec.proposer import make_proposer
-from nano.step import NewRequest, StepOutput, StepPlan
+from nano.step import StepOutput, StepPlan
 from nano.worker.model_runner import ModelRunner
+from nano.worker.step_cost import measure_step
+from nano.worker.step_probe import StepProbe
 
 logger = get_logger(__name__)
 
-_STEP_SECONDS = 0.35  # aimed at, so that a full step stays under half a second despite noise
-_PROBE_TOKENS = 256
-_FAR_PROBE_TOKENS = 64  # few, for a quick start: it is compared with as many at no context
-_FAR_PROBE_CONTEXT = 2048
-_MAX_AUTO_BUDGET = 8192
+# Of a step's time, slept while a child compiles: an engine that never rests would starve it.
+_DONATED_SHARE = 0.15
 _CPU_MEMORY_FRACTION = 0.4  # main memory is shared with everything else on the machine
 
 
@@ -59,6 +64,7 @@ class Worker:
         """`config` is resolved. Nothing heavy happens before `load`."""
         self.config = config
         self.device = make_device(config.device.kind, config.device.num_threads)
+        self._last_step_seconds = 0.0
 
     def load(self, *, show_progress: bool = True) -> WorkerInfo:
         """Load weights, measure a step and the memory, allocate the KV cache.
@@ -68,6 +74,7 @@ class Worker:
         config = self.config
         assert config.model.max_model_len is not None
         folder = Path(config.model.path)
+        self.kernels = select_kernels(config.model.dtype, config.model.numerics)
         self.model = load_model(
             folder,
             load_decoder_config(folder),
@@ -75,18 +82,30 @@ class Worker:
             device=self.device.torch_device,
             max_model_len=config.model.max_model_len,
             load_format=config.model.load_format,
+            quantization=config.model.quantization,
+            kernels=self.kernels,
             show_progress=show_progress,
         )
-        self._packs = self._pack_weights()
-        self.model_forward = compile_model(
-            self.model, config.compile.mode, split_ops=("nano::attention",)
-        )
+        if type(self.kernels) is not TorchKernels:
+            self.model.pack(self.kernels)
         self.proposer = make_proposer()
-        layers = [*self.model.kv_specs(config.model.dtype), *self.proposer.kv_layers()]
-        backend_class = select_backend(config.attention.backend, layers, self.device.torch_device)
+        layers = [*self.model.kv_specs(kv_dtype(config)), *self.proposer.kv_layers()]
+        backend_class = select_backend(
+            config.attention.backend, layers, self.device.torch_device, config.model.numerics
+        )
         self.backend = backend_class(config.kv_cache.block_size, layers[0].head_dim ** -0.5)
 
-        step_seconds, token_budget, costly_context = self._measure_step(layers)
+        self.probe = StepProbe(
+            partial(self._make_runner, layers),
+            self.device,
+            block_size=config.kv_cache.block_size,
+            max_model_len=config.model.max_model_len,
+            vocab_size=self.model.config.vocab_size,
+        )
+        self.model_forward = CompiledModel(self._compile_target(), ArtifactStore.default())
+        self.model_forward.prepare(config.compile.mode, config.compile.startup)
+        cost = measure_step(self.probe, config.model.max_model_len, config.scheduler.token_budget)
+        token_budget = cost.token_budget
         max_num_requests = min(config.scheduler.max_num_requests, token_budget)
         if max_num_requests < config.scheduler.max_num_requests:
             logger.info(
@@ -97,33 +116,68 @@ class Worker:
         num_blocks = self._num_blocks(layers, max_num_requests)
         kv_cache = KVCacheConfig(config.kv_cache.block_size, num_blocks, tuple(layers))
         self.runner = self._make_runner(layers, num_blocks, max_num_requests, token_budget)
+        self.model_forward.poll()  # compiling may begin: nothing is measured any more
         return WorkerInfo(
             kv_cache=kv_cache,
             token_budget=token_budget,
             max_num_requests=max_num_requests,
-            costly_context=costly_context,
+            costly_context=cost.costly_context,
             num_lookahead_tokens=self.proposer.num_lookahead_tokens,
-            step_seconds=step_seconds,
-            numerics_id=numerics_id(config, self.backend, self._packs),
+            step_seconds=cost.seconds,
+            numerics_id=numerics_id(
+                config, self.backend, self._kernels_name(), storage_formats(self.model)
+            ),
         )
-
-    def _pack_weights(self) -> bool:
-        """Hand the weights to our CPU kernel if it is there; whether it was."""
-        if self.config.model.dtype != "float32" or not PackedWeight.is_available():
-            logger.info("linear layers: torch's kernels; their last bits depend on the batch")
-            return False
-        started = time.perf_counter()
-        self.model.pack()
-        num_bytes = sum(buffer.nbytes for buffer in self.model.buffers())
-        logger.info(
-            "linear layers: native kernels, %.2f GB packed in %.1f s",
-            num_bytes / 1e9,
-            time.perf_counter() - started,
-        )
-        return True
 
     def execute(self, plan: StepPlan) -> StepOutput:
-        return self.runner.execute(plan)
+        if self.model_forward.poll() == "waiting":
+            time.sleep(self._last_step_seconds * _DONATED_SHARE)
+        started = time.perf_counter()
+        output = self.runner.execute(plan)
+        self._last_step_seconds = time.perf_counter() - started
+        return output
+
+    def idle(self) -> None:
+        """Use a moment in which there is nothing to execute."""
+        self.model_forward.poll()
+
+    def close(self) -> None:
+        """End what runs on the side. Safe to call twice."""
+        self.model_forward.close()
+
+    def _kernels_name(self) -> str:
+        """As the numerics id knows them: with the mode, unless eager and compiled agree on bits."""
+        name = self.kernels.name
+        return name if self._is_exact else f"{name}, {self.model_forward.mode}"
+
+    @property
+    def _is_exact(self) -> bool:
+        return self.kernels.name == NativeKernels.name
+
+    def _compile_target(self) -> CompileTarget:
+        config = self.model.config
+        return CompileTarget(
+            model=self.model,
+            request=CompileRequest(
+                description={
+                    # Of these everything follows, but in words that a log can show.
+                    "architecture": config.architecture,
+                    "dtype": self.config.model.dtype,
+                    "weights": storage_formats(self.model),
+                    "hidden_size": config.hidden_size,
+                    "num_layers": config.num_layers,
+                    "num_heads": [config.num_heads, config.num_kv_heads, config.head_dim],
+                    "vocab_size": config.vocab_size,
+                    **describe(self.model),
+                },
+                inputs={"input_ids": "int32", "positions": "int64"},  # as in InputBatch
+                split_ops=("nano::attention",),
+                skeleton=dump_skeleton(self.model),
+            ),
+            split_ops={"nano::attention": attend},
+            probe=self.probe.hidden,
+            is_exact=self._is_exact,
+        )
 
     def _make_runner(
         self, layers: list[LayerKVSpec], num_blocks: int, max_num_requests: int, token_budget: int
@@ -158,75 +212,6 @@ class Worker:
             dtype=getattr(torch, layer.dtype),
             device=self.device.torch_device,
         )
-
-    def _measure_step(self, layers: list[LayerKVSpec]) -> tuple[float, int, int | None]:
-        """(predicted seconds of a full step, token budget, costly context).
-
-        A token is taken to cost a + b * context seconds, from real steps at two contexts.
-        """
-        max_model_len = self.config.model.max_model_len
-        assert max_model_len is not None
-        num_tokens = min(_PROBE_TOKENS, max_model_len)
-        per_token = self._time_chunk(layers, 0, num_tokens, num_runs=3) / num_tokens
-        budget = self.config.scheduler.token_budget
-        if budget is not None:
-            return budget * per_token, budget, None
-        costly_context = None
-        far = min(_FAR_PROBE_CONTEXT, max_model_len - _FAR_PROBE_TOKENS)
-        if far >= num_tokens:
-            extra = self._time_chunk(layers, far, _FAR_PROBE_TOKENS, num_runs=2)
-            extra -= self._time_chunk(layers, 0, _FAR_PROBE_TOKENS, num_runs=2)
-            slope = extra / _FAR_PROBE_TOKENS / far
-            if slope > 0:
-                per_token = max(per_token - slope * num_tokens / 2, per_token / 2)
-                costly_context = max(1, int(per_token / slope))
-        budget = max(16, min(int(_STEP_SECONDS / per_token), _MAX_AUTO_BUDGET) // 16 * 16)
-        logger.info(
-            "max_num_batched_tokens: %d (measured %.3f ms per token, twice that at a context of "
-            "%s; a full step takes %.2f s)",
-            budget,
-            per_token * 1e3,
-            costly_context,
-            budget * per_token,
-        )
-        return budget * per_token, budget, costly_context
-
-    def _time_chunk(
-        self, layers: list[LayerKVSpec], num_computed: int, num_tokens: int, num_runs: int
-    ) -> float:
-        """Seconds of a real step over a made-up plan: a chunk behind `num_computed` tokens.
-
-        The least of `num_runs`, of which the first warms up.
-        """
-        num_known = num_computed + num_tokens
-        num_blocks = -(-num_known // self.config.kv_cache.block_size)
-        runner = self._make_runner(layers, num_blocks, 1, num_tokens)
-        for cache in runner.context.kv_caches:
-            cache.zero_()  # what was never computed is read here
-        seconds = []
-        for step in range(num_runs):
-            request_id = f"probe-{step}"
-            plan = StepPlan(
-                step=step,
-                num_scheduled_tokens={request_id: num_tokens},
-                num_computed_tokens={request_id: num_computed},
-                new_requests=[
-                    NewRequest(
-                        request_id=request_id,
-                        token_ids=[0] * num_known,
-                        num_prompt_tokens=num_known,
-                        num_computed_tokens=num_computed,
-                        block_ids=list(range(num_blocks)),
-                        sampling_params=SamplingParams(temperature=0.0, seed=0),
-                    )
-                ],
-                finished_request_ids=[f"probe-{step - 1}"] if step else [],
-            )
-            started = time.perf_counter()
-            runner.execute(plan)
-            self.device.synchronize()
-            seconds.append(time.perf_counter() - started)
-        return min(seconds[1:])
 
     def _num_blocks(self, layers: list[LayerKVSpec], max_num_requests: int) -> int:
         """Blocks of the KV pool: as told, or what fits the share of free memory."""
@@ -267,9 +252,23 @@ class Worker:
         return num_blocks
 
 
-def numerics_id(config: EngineConfig, backend: AttentionBackend, packs: bool) -> str:
-    """Names how numbers come about: weights, kernels, machine, mode. Same id, same bits.
+def kv_dtype(config: EngineConfig) -> str:
+    """What keys and values are stored as: what the model computes in, unless told."""
+    computed, told = config.model.dtype, config.kv_cache.dtype
+    if told == "auto":
+        return computed
+    if computed == "float64":
+        # A kernel that serves such a cache may not compute in float64.
+        raise ConfigError(f"kv_cache_dtype={told} needs dtype float32, not {computed}")
+    return told
 
+
+def numerics_id(
+    config: EngineConfig, backend: AttentionBackend, kernels: str, weights_storage: str
+) -> str:
+    """Names how numbers come about: weights, kernels, machine. Same id, same bits.
+
+    `weights_storage`: how many matrices are kept in which format, as `storage_formats` says it.
     It roots the block-hash chain and is the OpenAI `system_fingerprint`.
     """
     factors = (
@@ -278,8 +277,9 @@ def numerics_id(config: EngineConfig, backend: AttentionBackend, packs: bool) ->
         f"dtype={config.model.dtype}",
         f"max_model_len={config.model.max_model_len}",  # the base of dynamic RoPE
         f"attention={backend.name}",
-        f"linear={'native' if packs else 'torch'}",
-        f"mode={config.compile.mode}",
+        f"kv_cache={kv_dtype(config)}",
+        f"layers={kernels}",
+        f"weights storage={weights_storage}",
         f"torch={torch.__version__}",
         f"cpu={torch.backends.cpu.get_cpu_capability()}",
     )

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from nano.batch.input_batch import InputBatch, InputBatchBuilder
-from nano.batch.request_states import RequestStates
+from nano.batch.request_states import NO_LOGPROBS, RequestStates
 from nano.device import CpuDevice
 from nano.sampling_params import SamplingParams
 from nano.step import NewRequest, StepPlan
@@ -123,6 +123,40 @@ def test_rows_stay_put_while_others_come_and_go():
     )
     assert harness.states.row_of == {"a": rows["a"], "c": rows["c"], "d": rows["b"]}
     assert batch.input_ids.tolist() == [9, 9, 5, 6]
+
+
+def test_a_row_taken_again_keeps_no_parameter_of_its_last_request():
+    harness = Harness()
+    everything = {
+        "temperature": 0.5,
+        "top_p": 0.6,
+        "top_k": 7,
+        "min_p": 0.1,
+        "logprobs": 3,
+        "prompt_logprobs": 2,
+        "logit_bias": {1: 2.0},
+        "repetition_penalty": 1.5,
+        "frequency_penalty": 0.5,
+        "presence_penalty": 0.25,
+    }
+    first = new("a", [1, 2], 2, 0, **everything)
+    harness.step(plan_of(0, {"a": 2}, {"a": 0}, new_requests=[first]))
+    states, row = harness.states, harness.states.row_of["a"]
+    assert states.draws[row].tolist() == [0.5, 0.6, 0.1, 7]
+    assert states.penalties[row].tolist() == [1.5, 0.5, 0.25]
+    assert states.num_logprobs[row] == 3
+    assert states.wants_prompt_logprobs[row]
+    assert states.edits_tokens[row]
+    assert states.is_penalised[row]
+    plain = new("b", [1, 2], 2, 0, temperature=0.0)
+    harness.step(plan_of(1, {"b": 2}, {"b": 0}, finished_request_ids=["a"], new_requests=[plain]))
+    assert states.row_of["b"] == row
+    assert states.draws[row].tolist() == [0, 1, 0, 0]
+    assert states.penalties[row].tolist() == [1, 0, 0]
+    assert states.num_logprobs[row] == NO_LOGPROBS
+    assert not states.wants_prompt_logprobs[row]
+    assert not states.edits_tokens[row]
+    assert not states.is_penalised[row]
 
 
 def test_a_preempted_request_comes_back_in_the_plan_that_forgets_it():

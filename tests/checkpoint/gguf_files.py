@@ -9,6 +9,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 from safetensors.numpy import load_file
 
+from tests.checkpoint.k_quants import quantize_q4_k, quantize_q6_k
 from tests.tiny import SPECIAL_TOKENS, byte_to_char, make_checkpoint
 
 VOCAB_SIZE = 264  # the bytes, the special tokens, one merge, and padding
@@ -52,16 +53,34 @@ def permute(weight: np.ndarray, num_heads: int) -> np.ndarray:
     return out
 
 
+def quantize(weight: np.ndarray, qtype: GGMLQuantizationType) -> np.ndarray:
+    """[N, K] float32 -> [N, bytes of a row] uint8, or floats."""
+    if qtype == GGMLQuantizationType.Q4_K:
+        return quantize_q4_k(weight)
+    if qtype == GGMLQuantizationType.Q6_K:
+        return quantize_q6_k(weight)
+    return gguf.quants.quantize(weight, qtype)
+
+
+def rounded(weight: np.ndarray, qtype: GGMLQuantizationType) -> np.ndarray:
+    """What is left of `weight` [N, K] after it has been stored as `qtype`."""
+    return gguf.quants.dequantize(quantize(weight, qtype), qtype).reshape(weight.shape)
+
+
 def write_gguf(
     checkpoint: Path,
     file: Path,
     qtype: GGMLQuantizationType = GGMLQuantizationType.F32,
     *,
+    other_types: dict[str, GGMLQuantizationType] | None = None,
     freq_factors: list[float] | None = None,
     metadata: dict[str, Any] | None = None,
     extra_tensors: dict[str, np.ndarray] | None = None,
 ) -> Path:
-    """`metadata` adds or replaces keys; a value of None leaves the key out."""
+    """Matrices are stored as `qtype`, or as `other_types` says for the last part of their name.
+
+    `metadata` adds or replaces keys; a value of None leaves the key out.
+    """
     config = json.loads((checkpoint / "config.json").read_text())
     arch = config["model_type"]
     writer = gguf.GGUFWriter(file, arch)
@@ -75,9 +94,10 @@ def write_gguf(
             weight = permute(weight, config["num_attention_heads"])
         if arch == "llama" and ".k_proj." in name:
             weight = permute(weight, config["num_key_value_heads"])
-        stored = qtype if weight.ndim == 2 else GGMLQuantizationType.F32
-        data = gguf.quants.quantize(weight, stored)
-        writer.add_tensor(gguf_name(name), data, raw_dtype=stored)
+        stored = (other_types or {}).get(name.split(".")[-2], qtype)
+        if weight.ndim == 1:
+            stored = GGMLQuantizationType.F32
+        writer.add_tensor(gguf_name(name), quantize(weight, stored), raw_dtype=stored)
     if freq_factors is not None:
         writer.add_tensor("rope_freqs.weight", np.array(freq_factors, dtype=np.float32))
     for name, tensor in (extra_tensors or {}).items():

@@ -10,17 +10,21 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 from safetensors.numpy import load_file
+from safetensors.torch import load_file as load_torch_file
 from tokenizers import Tokenizer
 
 from nano.checkpoint.gguf_convert import convert_gguf
 from nano.checkpoint.hf_config import load_decoder_config
 from nano.errors import CheckpointError
 from nano.layers.rotary import inverse_frequencies
-from tests.checkpoint.gguf_files import source_checkpoint, write_gguf
+from tests.checkpoint.gguf_files import quantize, rounded, source_checkpoint, write_gguf
 from tests.models.whole_prompt import decoder_logits, hf_logits, load, prompt, relative_error
 
 GGUF_FAMILIES = ("llama", "qwen2", "qwen3")
-QUANT_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
+PACKED_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q6_K")
+DEQUANTISED_TYPES = ("Q5_1", "TQ1_0", "MXFP4")
+# Rows of whole blocks, which have up to 256 weights.
+SIZES_FOR_BLOCKS = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
 
 
 def convert(file: Path) -> Path:
@@ -69,28 +73,58 @@ def test_float32_weights_convert_to_the_same_bits(tmp_path, family):
         assert np.array_equal(weight, expected[name]), name
 
 
-@pytest.mark.parametrize("qtype", QUANT_TYPES)
-def test_quantised_weights_convert_to_their_dequantised_values(tmp_path, qtype):
+@pytest.mark.parametrize("qtype", ["F16", "BF16"])
+def test_half_precision_weights_are_stored_as_they_are(tmp_path, qtype):
     source, folder = converted(tmp_path, "qwen2", qtype)
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+    dtype = {"F16": torch.float16, "BF16": torch.bfloat16}[qtype]
+    expected = load_torch_file(source / "model.safetensors")
+    for name, weight in load_torch_file(folder / "model.safetensors").items():
+        assert weight.dtype == (dtype if weight.ndim == 2 else torch.float32), name
+        assert torch.equal(weight, expected[name].to(weight.dtype)), name
+
+
+@pytest.mark.parametrize("qtype", PACKED_TYPES)
+def test_blocks_of_types_with_a_kernel_are_kept_byte_by_byte(tmp_path, qtype):
+    source, folder = converted(tmp_path, "qwen2", qtype, **SIZES_FOR_BLOCKS)
     kind = GGMLQuantizationType[qtype]
+    types = json.loads((folder / "config.json").read_text())["quantization_config"]["tensor_types"]
+    expected = load_file(source / "model.safetensors")
+    actual = load_file(folder / "model.safetensors")
+    assert types == {name: qtype for name, weight in expected.items() if weight.ndim == 2}
+    for name, weight in actual.items():
+        original = expected[name]
+        assert np.array_equal(weight, quantize(original, kind) if name in types else original), name
+
+
+@pytest.mark.parametrize("qtype", DEQUANTISED_TYPES)
+def test_other_types_become_float32(tmp_path, qtype):
+    source, folder = converted(tmp_path, "qwen2", qtype, **SIZES_FOR_BLOCKS)
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
     expected = load_file(source / "model.safetensors")
     for name, weight in load_file(folder / "model.safetensors").items():
         original = expected[name]
         if original.ndim == 2:
-            original = gguf.quants.dequantize(gguf.quants.quantize(original, kind), kind)
+            original = rounded(original, GGMLQuantizationType[qtype])
         assert weight.dtype == np.float32
         assert np.array_equal(weight, original), name
 
 
-@pytest.mark.parametrize("qtype", ["Q8_0", "Q4_1"])
-def test_quantised_rows_are_put_in_order_after_dequantising(tmp_path, qtype):
+@pytest.mark.parametrize("qtype", ["Q8_0", "Q4_1", "Q5_1", "F16"])
+def test_rows_are_put_in_order_whether_or_not_they_are_blocks(tmp_path, qtype):
     """Rows are quantised on their own, so permuting them commutes with it."""
     source, folder = converted(tmp_path, "llama", qtype)
     name = "model.layers.1.self_attn.k_proj.weight"
     kind = GGMLQuantizationType[qtype]
     original = load_file(source / "model.safetensors")[name]
-    expected = gguf.quants.dequantize(gguf.quants.quantize(original, kind), kind)
+    expected = rounded(original, kind) if qtype == "Q5_1" else quantize(original, kind)
     assert np.array_equal(load_file(folder / "model.safetensors")[name], expected)
+
+
+def test_a_packed_file_takes_no_more_room_than_its_gguf(tmp_path):
+    _, folder = converted(tmp_path, "llama", "Q4_0", **SIZES_FOR_BLOCKS)
+    packed = (folder / "model.safetensors").stat().st_size
+    assert packed < (tmp_path / "tiny.gguf").stat().st_size + 16_384  # its table of contents
 
 
 def test_the_configuration_and_its_token_ids_carry_over(tmp_path):
@@ -223,10 +257,25 @@ def test_a_damaged_file_is_named(tmp_path, num_bytes):
         convert(file)
 
 
-def test_without_the_gguf_package_the_remedy_is_named(tmp_path, monkeypatch):
+def test_without_the_gguf_package_files_of_known_types_convert_all_the_same(tmp_path, monkeypatch):
+    file = write_gguf(
+        source_checkpoint(tmp_path / "source", "qwen2", **SIZES_FOR_BLOCKS),
+        tmp_path / "tiny.gguf",
+        GGMLQuantizationType.Q4_K,
+    )
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(CheckpointError, match=r"pip install 'nano-engine\[gguf\]'"):
-        convert(tmp_path / "tiny.gguf")
+    assert load_decoder_config(convert(file)).hidden_size == 256
+
+
+def test_without_the_gguf_package_the_remedy_for_other_types_is_named(tmp_path, monkeypatch):
+    file = write_gguf(
+        source_checkpoint(tmp_path / "source", "qwen2"),
+        tmp_path / "tiny.gguf",
+        GGMLQuantizationType.Q5_1,
+    )
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(CheckpointError, match=r"type 7, which needs .*'nano-engine\[gguf\]'"):
+        convert(file)
 
 
 def test_transformers_reads_the_converted_folder_too(tmp_path):

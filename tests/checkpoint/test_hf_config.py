@@ -276,7 +276,10 @@ def test_sampling_keys_of_config_json_do_not_count(tmp_path):
             },
             "layer_types is",
         ),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is .*awq"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quantization_config.quant_method is .*fp8",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({"hidden_act": "gelu"}, 'hidden_act is "gelu"; nano computes silu'),
         ({"num_attention_heads": 4, "num_key_value_heads": 3}, "num_attention_heads is 4.* 3"),

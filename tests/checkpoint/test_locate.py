@@ -62,6 +62,16 @@ def test_a_changed_gguf_file_is_converted_again(gguf_file):
     assert load_decoder_config(second) == load_decoder_config(first)
 
 
+def test_a_conversion_by_an_earlier_version_of_the_converter_is_not_used(gguf_file, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(locate, "CONVERTER_VERSION", locate.CONVERTER_VERSION - 1)
+        old = locate_model(str(gguf_file))
+    (old / "config.json").write_text("{}")
+    new = locate_model(str(gguf_file))
+    assert new != old
+    assert load_decoder_config(new).hidden_size == 64
+
+
 def test_a_failed_conversion_leaves_nothing_behind(gguf_file, cache):
     gguf_file.write_bytes(gguf_file.read_bytes()[:-50])
     with pytest.raises(CheckpointError, match=r"tiny\.gguf"):

@@ -86,6 +86,9 @@ class FakeExecutor:
         token_ids.append((token_ids[-1] + 1) % VOCAB_SIZE)
         return token_ids[-1:]
 
+    def idle(self) -> None:
+        pass
+
     def close(self) -> None:
         self.is_closed = True
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from nano import LLM, SamplingParams
-from nano.layers.cpu_linear import PackedWeight
+from nano.layers.native_kernels import NativeKernels
 from nano.outputs import CompletionOutput, RequestOutput
 from tests.engine.naive import NaiveEngine
 from tests.tiny import EOS_TOKEN_ID, make_checkpoint
@@ -53,7 +53,7 @@ KERNELS = [
     pytest.param(
         "float32",
         id="native-float32",
-        marks=pytest.mark.skipif(not PackedWeight.is_available(), reason="needs a C++ compiler"),
+        marks=pytest.mark.skipif(not NativeKernels.is_available(), reason="needs a C++ compiler"),
     ),
 ]
 

@@ -1,72 +1,131 @@
-"""The packed linear kernel: right up to rounding, and the same bits in every company."""
+"""The packed linear kernels: right up to rounding, and the same bits in every company."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional
 
-from nano.layers.cpu_linear import PackedWeight, linear_twin
+from nano.layers.cpu_linear import FLOAT_FORMATS, FloatWeight, fits_bfloat16
 from nano.layers.linear import Linear
+from nano.layers.native_kernels import NativeKernels
+from nano.native.build import load_threads
 
-pytestmark = pytest.mark.skipif(not PackedWeight.is_available(), reason="needs a C++ compiler")
+pytestmark = pytest.mark.skipif(not FloatWeight.is_available(), reason="needs a C++ compiler")
 
-SHAPES = [(16, 8), (40, 24), (1, 1), (576, 576), (130, 1100), (1001, 67)]
+# Outputs that fill no panel, one, one and a bit; inputs of no, half and several chunks.
+SHAPES = [(64, 8), (40, 24), (1, 1), (192, 576), (130, 1100), (321, 67)]
+# On either side of every change of method: one row, few, many, tiles that are uneven.
+NUM_ROWS = [*range(1, 18), 25, 70]
+STORAGES = list(FLOAT_FORMATS)
 
 
-def make(num_outputs: int, num_inputs: int, stored: str, has_bias: bool = True):
+def make(
+    num_outputs: int, num_inputs: int, storage: str, has_bias: bool = True
+) -> tuple[FloatWeight, Tensor]:
     generator = torch.Generator().manual_seed(num_outputs)
     weight = torch.randn(num_outputs, num_inputs, generator=generator)
-    if stored == "bfloat16":
-        weight = weight.bfloat16().float()
     bias = torch.randn(num_outputs, generator=generator) if has_bias else None
     x = torch.randn(70, num_inputs, generator=generator)
-    return weight, bias, x
+    return FloatWeight.pack(weight, bias, storage), x
 
 
-@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+@pytest.fixture
+def set_num_threads():
+    pool = load_threads()
+    before = pool.nano_num_threads()
+    yield pool.nano_set_num_threads
+    pool.nano_set_num_threads(before)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_kernel_equals_float64_up_to_rounding(shape, has_bias, stored):
-    weight, bias, x = make(*shape, stored, has_bias)
-    packed = PackedWeight(weight, bias)
-    assert packed.packed.dtype == getattr(torch, stored)
-    exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-    out = packed(x)
-    assert out.shape == exact.shape
-    assert (out - exact).abs().max() <= 2e-6 * shape[1] ** 0.5 * exact.abs().max()
-    twin = linear_twin(x, packed.packed, packed.bias)[:, : shape[0]]
-    torch.testing.assert_close(out, twin, rtol=1e-4, atol=1e-4)
+def test_the_kernel_equals_float64_up_to_rounding(shape, has_bias, storage):
+    weight, x = make(*shape, storage, has_bias)
+    bias = None if weight.bias is None else weight.bias.double()
+    exact = functional.linear(x.double(), weight.dequantized().double(), bias)
+    for num_rows in NUM_ROWS:
+        out = weight(x[:num_rows])
+        assert out.shape == (num_rows, shape[0])
+        error = (out - exact[:num_rows]).abs().max()
+        assert error <= 2e-6 * shape[1] ** 0.5 * exact.abs().max()
 
 
-@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+@pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_row_has_the_same_bits_among_any_number_of_rows_and_threads(shape, stored):
-    weight, bias, x = make(*shape, stored)
-    packed = PackedWeight(weight, bias)
-    before = torch.get_num_threads()
-    whole = packed(x)
-    for num_threads in (1, 2):
-        torch.set_num_threads(num_threads)
-        for num_rows in (*range(1, 16), 64):
-            assert torch.equal(packed(x[:num_rows]), whole[:num_rows])
-        assert torch.equal(packed(x[33:34]), whole[33:34])
-    torch.set_num_threads(before)
+def test_a_row_has_the_same_bits_among_any_number_of_rows_and_threads(
+    shape, storage, set_num_threads
+):
+    weight, x = make(*shape, storage)
+    whole = weight(x)
+    for num_threads in (1, 2, 3):
+        set_num_threads(num_threads)
+        for num_rows in NUM_ROWS:
+            assert torch.equal(weight(x[:num_rows]), whole[:num_rows])
+        assert torch.equal(weight(x[33:34]), whole[33:34])
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 8, 70])
+def test_each_output_is_one_chain_of_sums_over_the_inputs(num_rows):
+    # Small integers: every order gives the sum. A huge pair that cancels shows where it was added.
+    weight = torch.ones(64, 6)
+    x = torch.tensor([1.0, 2.0**60, 1.0, -(2.0**60), 1.0, 1.0]).expand(num_rows, -1)
+    out = FloatWeight.pack(weight, torch.full((64,), 0.5))(x)
+    assert torch.equal(
+        out, torch.full((num_rows, 64), 2.5)
+    )  # what came before the cancelling is lost
 
 
 def test_storing_as_bfloat16_changes_no_bit():
-    weight, bias, x = make(48, 96, "bfloat16")
-    small = PackedWeight(weight, bias)
-    # One value that bfloat16 cannot hold, in a row of its own, makes the storage float32.
-    wider = torch.cat((weight, torch.full((1, 96), 1.0 + 2**-20)))
-    large = PackedWeight(wider, torch.cat((bias, bias[:1])))
-    assert (small.packed.dtype, large.packed.dtype) == (torch.bfloat16, torch.float32)
-    assert torch.equal(small(x), large(x)[:, :48])
+    rounded, x = make(130, 96, "bfloat16")
+    wide = FloatWeight.pack(rounded.dequantized(), rounded.bias, "float32")
+    for num_rows in NUM_ROWS:
+        assert torch.equal(rounded(x[:num_rows]), wide(x[:num_rows]))
+
+
+def test_bfloat16_is_chosen_only_if_it_holds_every_weight():
+    weight = torch.randn(70, 96).bfloat16().float()
+    assert fits_bfloat16(weight)
+    assert FloatWeight.pack(weight, None).format == "bfloat16"
+    weight[69, 95] = 1.0 + 2**-20
+    assert not fits_bfloat16(weight)
+    assert FloatWeight.pack(weight, None).format == "float32"
+    forced = FloatWeight.pack(weight, None, "bfloat16")
+    assert forced.format == "bfloat16"
+    assert torch.equal(forced.dequantized(), weight.bfloat16().float())
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_packing_keeps_every_weight(shape, storage):
+    weight = torch.randn(*shape).bfloat16().float()
+    assert torch.equal(FloatWeight.pack(weight, None, storage).dequantized(), weight)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_an_empty_weight_of_a_layout_has_the_buffers_of_a_real_one(storage, has_bias):
+    weight, _ = make(130, 67, storage, has_bias)
+    layout = json.loads(json.dumps(weight.layout()))
+    empty = FLOAT_FORMATS[layout["format"]].empty(layout)
+    assert empty.layout() == layout
+    for (name, buffer), (empty_name, like) in zip(
+        weight.named_buffers(), empty.named_buffers(), strict=True
+    ):
+        assert (name, buffer.shape, buffer.dtype) == (empty_name, like.shape, like.dtype)
 
 
 def test_nan_and_infinity_stay_in_their_row():
-    weight, bias, x = make(40, 24, "float32")
-    packed = PackedWeight(weight, bias)
-    clean = packed(x)
+    weight, x = make(40, 24, "float32")
+    clean = weight(x)
     x[3, 5], x[7, 0] = float("nan"), float("inf")
-    spoilt = packed(x)
+    spoilt = weight(x)
     others = [i for i in range(70) if i not in (3, 7)]
     assert spoilt[3].isnan().all()
     assert not spoilt[7].isfinite().any()
@@ -74,19 +133,56 @@ def test_nan_and_infinity_stay_in_their_row():
 
 
 def test_a_linear_layer_computes_the_same_before_and_after_packing():
-    weight, bias, x = make(48, 96, "float32")
     layer = Linear(96, 48, bias=True)
-    layer.weight.data.copy_(weight)
-    layer.bias.data.copy_(bias)
+    for parameter in layer.parameters():
+        parameter.normal_()
+    x = torch.randn(7, 96)
     before = layer(x)
-    layer.pack()
+    layer.pack(NativeKernels())
     assert list(layer.parameters()) == []  # the unpacked copy is gone
     torch.testing.assert_close(layer(x), before, rtol=1e-5, atol=1e-5)
 
 
-def test_rows_that_lie_apart_are_read_right():
-    weight, bias, x = make(48, 96, "float32")
-    packed = PackedWeight(weight, bias)
-    apart = torch.randn(70, 200)[:, 50:146].copy_(x)
-    assert not apart.is_contiguous()
-    assert torch.equal(packed(apart), packed(x))
+@pytest.mark.parametrize("num_rows", [1, 5, 70])
+def test_rows_that_lie_apart_are_read_right(num_rows):
+    weight, x = make(48, 96, "float32")
+    apart = torch.randn(70, 200)[:, 50:146].copy_(x)[:num_rows]
+    assert num_rows == 1 or not apart.is_contiguous()
+    assert torch.equal(weight(apart), weight(x)[:num_rows])
+    turned = x[:num_rows].T.contiguous().T
+    assert torch.equal(weight(turned), weight(x)[:num_rows])
+
+
+def test_no_rows_give_no_rows():
+    weight, x = make(48, 96, "bfloat16")
+    assert weight(x[:0]).shape == (0, 48)
+
+
+_COMPUTE = """
+import sys, torch
+from tests.layers.test_cpu_linear import NUM_ROWS, STORAGES, make
+results = []
+for storage in STORAGES:
+    weight, x = make(130, 1100, storage)
+    results += [weight(x[:num_rows]) for num_rows in NUM_ROWS]
+torch.save(results, sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["-march=x86-64-v3", "-march=x86-64"])
+def test_another_instruction_set_gives_the_same_sums(flags, tmp_path):
+    if not {"avx2", "fma"} <= set(Path("/proc/cpuinfo").read_text().split()):
+        pytest.skip("needs a CPU with AVX2")
+    environment = os.environ | {"NANO_CPU_FLAGS": flags}
+    file = tmp_path / "results"
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", _COMPUTE, file], env=environment, check=True, cwd=root)
+    theirs = iter(torch.load(file))
+    for storage in STORAGES:
+        weight, x = make(130, 1100, storage)
+        for num_rows in NUM_ROWS:
+            ours, other = weight(x[:num_rows]), next(theirs)
+            torch.testing.assert_close(other, ours, rtol=1e-4, atol=1e-4)
+            if flags == "-march=x86-64-v3":  # it fuses multiply-adds, too: the same bits
+                assert torch.equal(other, ours)

@@ -115,8 +115,19 @@ def test_angles_are_computed_in_float32_or_in_the_models_wider_dtype(dtype, tole
         torch.testing.assert_close(computed[0, 0].double(), exact, rtol=0, atol=tolerance)
 
 
-def test_a_model_on_the_meta_device_keeps_real_frequencies():
+def test_the_tables_do_not_depend_on_the_number_of_threads():
+    before = torch.get_num_threads()
+    tables = []
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        tables.append(RotaryEmbedding(rope_of(CASES[4]), HEAD_DIM, 5000, torch.float32))
+    torch.set_num_threads(before)
+    assert torch.equal(tables[0].cos, tables[1].cos)
+    assert torch.equal(tables[0].sin, tables[1].sin)
+
+
+def test_a_model_on_the_meta_device_has_real_tables():
     with torch.device("meta"):
         rotary = RotaryEmbedding(rope_of(CASES[4]), HEAD_DIM, 512, torch.float32)
-    assert rotary.inv_freq.device.type == "cpu"
-    assert (rotary.inv_freq > 0).all()
+    real = RotaryEmbedding(rope_of(CASES[4]), HEAD_DIM, 512, torch.float32)
+    assert torch.equal(rotary.cos, real.cos)

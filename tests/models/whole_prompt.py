@@ -1,7 +1,7 @@
 """Run a Decoder over one whole prompt, with the plainest attention there is."""
 
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -44,8 +44,12 @@ def prompt(num_tokens: int, vocab_size: int = 260) -> Tensor:
 
 
 def load(
-    folder: Path, dtype: torch.dtype = torch.float32, max_model_len: int | None = None
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    max_model_len: int | None = None,
+    **how: Any,
 ) -> Decoder:
+    """`how`: quantization and kernels, as for `load_model`."""
     config = load_decoder_config(folder)
     return load_model(
         folder,
@@ -54,6 +58,7 @@ def load(
         device=torch.device("cpu"),
         max_model_len=max_model_len or config.max_model_len,
         show_progress=False,
+        **how,
     )
 
 

@@ -82,26 +82,28 @@ def test_every_running_request_has_room_in_the_budget(checkpoint):
     assert info.max_num_requests == 5
 
 
-def test_the_numerics_id_names_weights_dtype_and_kernels(checkpoint, tmp_path):
+def test_the_numerics_id_names_weights_dtype_storage_and_kernels(checkpoint, tmp_path):
     config = resolve(EngineConfig.from_args({"model": str(checkpoint)}))
     backend = CpuBackend(16, 0.25)
-    ours = numerics_id(config, backend, packs=True)
-    assert ours == numerics_id(config, backend, packs=True)
-    shutil.copytree(checkpoint, tmp_path / "copy")
-    other = make_checkpoint(tmp_path / "other", seed=1)
+
+    def identify(config=config, backend=backend, kernels="native", storage="15 bfloat16") -> str:
+        return numerics_id(config, backend, kernels, storage)
 
     def having(**options) -> EngineConfig:
         return dataclasses.replace(config, model=dataclasses.replace(config.model, **options))
 
-    assert numerics_id(having(path=str(tmp_path / "copy")), backend, packs=True) == ours
+    shutil.copytree(checkpoint, tmp_path / "copy")
+    other = make_checkpoint(tmp_path / "other", seed=1)
+    assert identify() == identify(having(path=str(tmp_path / "copy")))
     different = {
-        numerics_id(having(path=str(other)), backend, packs=True),
-        numerics_id(having(dtype="float64"), backend, packs=True),
-        numerics_id(config, ReferenceBackend(16, 0.25), packs=True),
-        numerics_id(config, backend, packs=False),
-        ours,
+        identify(),
+        identify(having(path=str(other))),
+        identify(having(dtype="float64")),
+        identify(backend=ReferenceBackend(16, 0.25)),
+        identify(kernels="torch"),
+        identify(storage="14 int8, 1 bfloat16"),
     }
-    assert len(different) == 5
+    assert len(different) == 6
 
 
 def test_dummy_weights_run(checkpoint):

@@ -1,0 +1,35 @@
+"""compile_skeleton: what the compiling child does once it holds the lock."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from nano.compile.build_artifact import build_artifact
+from nano.compile.request import CompileRequest
+from nano.compile.skeleton import load_skeleton
+from nano.layers.native_kernels import NativeKernels
+from nano.layers.packed_weight import PackedWeight
+
+_TRACE_TOKENS = 8  # of the example; any number is served
+
+
+def compile_skeleton(request: CompileRequest, folder: Path) -> None:
+    """Compile what `request` describes into the empty `folder`."""
+    torch.set_num_threads(1)
+    model = load_skeleton(request.skeleton)
+    _load_ops(model)
+    inputs = {
+        name: torch.zeros(_TRACE_TOKENS, dtype=getattr(torch, dtype))
+        for name, dtype in request.inputs.items()
+    }
+    build_artifact(model, inputs, request.split_ops, request.factors, folder)
+
+
+def _load_ops(model: nn.Module) -> None:
+    """Load the native ops that a model will call. Its parts ask for theirs when they are made, but
+    not when they are unpickled."""
+    NativeKernels.is_available()
+    for kind in {type(module) for module in model.modules()}:
+        if issubclass(kind, PackedWeight) and hasattr(kind, "is_available"):
+            kind.is_available()

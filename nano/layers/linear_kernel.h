@@ -1,0 +1,298 @@
+// linear<W>: y[M, N] = x[M, K] @ w[N, K]^T + bias, for any number of rows M and any weight format W.
+//
+// The order of the sum is the point: each output is ONE chain of fused multiply-adds over k = 0 .. K-1
+// from zero, and the bias is added last, whatever M is, however rows, outputs and inputs are cut, on any
+// number of threads and at any vector width. A row's result is therefore the same bits alone or among
+// thousands, and a quantised matrix gives the bits of its dequantised float32 matrix.
+//
+// Two ways along that chain:
+//   few rows    each vector of weights is decoded in registers and multiplied by all rows at once: one
+//               pass over the weights, at the speed of memory.
+//   many rows   a chunk of inputs of a tile of outputs is decoded once into a float32 scratch, which stays
+//               in the first-level cache while tile after tile of rows is multiplied by it: the speed of
+//               the multipliers, whatever the format.
+//
+// A format is a class W with
+//   static constexpr int STEP;                  inputs decoded at a time: 1, 2, 4, 8 or 16
+//   struct Column { const uint32_t* words; ...} where LANES neighbouring outputs lie, and their scales
+//   Column column(long output, long k) const;   that of [output, output + LANES), from input k on
+//   long run_end(long k) const;                 a column made at k serves the inputs [k, run_end(k)), a
+//                                               group that shares scales; any number >= K without groups
+//   static void decode(const Column&, long k, Vec (&w)[STEP]);   weights of the inputs [k, k + STEP)
+// Every format stores [N / 64][K / STEP][64] words of 32 bits, a word for STEP inputs of an output, padded to
+// whole panels of 64 outputs and whole STEPs: what lies beyond N or K is decoded and then not used. A panel
+// is one stream of memory, and a step along it is four cache lines: enough chains of sums to hide the
+// latency of an addition. (Four streams of 16 outputs each reached two thirds of its bandwidth.)
+// `words` of a column are those of its first output and of input 0. `output` is a multiple of LANES, `k` of
+// STEP, and so is run_end(k) unless it is >= K. All of these are to be NANO_INLINE.
+#pragma once
+
+#include <array>
+#include <utility>
+
+#include "layers/linear_operands.h"
+#include "native/threads.h"
+
+namespace nano_linear {
+
+#if defined(__AVX512F__)
+constexpr int SUMS = 28;  // that fit the registers, beside weights and a factor
+constexpr int FEW_ROWS = 14;
+constexpr bool HAS_OPERAND_FACTORS = true;
+#else
+constexpr int SUMS = 12;
+constexpr int FEW_ROWS = 12;
+constexpr bool HAS_OPERAND_FACTORS = false;
+#endif
+
+// ---- few rows ----
+
+constexpr long PASS_STEPS = 32;        // steps of a panel that stay in the first-level cache for all passes
+constexpr long MIN_WEIGHTS = 1 << 15;  // a task should multiply so many, or claiming it costs more
+
+// Vectors of a panel that one pass takes: as many as there are registers for.
+constexpr int vectors_at_once(int rows) {
+  int vectors = PANEL_VECTORS;
+  while (vectors > 1 && vectors * rows > SUMS) vectors /= 2;
+  return vectors;
+}
+
+// Vectors that one load of a factor serves. With AVX-512 it is an operand of the multiplication and costs
+// nothing; elsewhere two share it if the registers hold their weights, too.
+constexpr int factor_sharers(int rows, int vectors, int step) {
+  if (HAS_OPERAND_FACTORS || vectors == 1) return 1;
+  return vectors * rows + 2 * step + 1 <= 16 ? 2 : 1;
+}
+
+// One pass: ROWS rows x [input][ROWS] times VECTORS vectors of outputs, inputs [k, k_end), onto `carried`.
+// It fetches as many bytes as it reads, from `next` on.
+template <class W, int ROWS, int VECTORS>
+NANO_INLINE void pass(const W& weights, const float* x, long output, long k, long k_end,
+                      const char* next, Vec (&carried)[VECTORS][ROWS]) {
+  constexpr int STEP = W::STEP, SHARERS = factor_sharers(ROWS, VECTORS, STEP);
+  Vec sums[VECTORS][ROWS];  // a copy, which is kept in registers
+  std::memcpy(sums, carried, sizeof sums);
+  for (long end; k < k_end; k = end) {
+    end = std::min(weights.run_end(k), k_end);
+    typename W::Column columns[VECTORS];
+#pragma GCC unroll 16
+    for (int v = 0; v < VECTORS; v++) columns[v] = weights.column(output + v * LANES, k);
+    for (; k < end; k += STEP, next += VECTORS * LANES * 4)
+#pragma GCC unroll 16
+      for (int v = 0; v < VECTORS; v += SHARERS) {
+        if (v * LANES * 4 % LINE == 0) __builtin_prefetch(next + v * LANES * 4);
+        asm volatile("" ::: "memory");  // or all factors are kept for the next vector, and sums are spilled
+        Vec w[SHARERS][STEP];
+#pragma GCC unroll 16
+        for (int i = 0; i < SHARERS; i++) W::decode(columns[v + i], k, w[i]);
+#pragma GCC unroll 16
+        for (int s = 0; s < STEP; s++)
+#pragma GCC unroll 16
+          for (int r = 0; r < ROWS; r++) {
+            const Vec factor = broadcast(x[(k + s) * ROWS + r]);
+#pragma GCC unroll 16
+            for (int i = 0; i < SHARERS; i++)
+              sums[v + i][r] += factor * w[i][s];  // fused, here as everywhere
+          }
+      }
+  }
+  std::memcpy(carried, sums, sizeof sums);
+}
+
+// The same for the last inputs, fewer than STEP. Apart and in plain loops: few matrices have any.
+template <class W, int ROWS, int VECTORS>
+static __attribute__((noinline)) void last_inputs(const W& weights, const float* x, long output, long k,
+                                                  long count, Vec (&sums)[VECTORS][ROWS]) {
+  for (int v = 0; v < VECTORS; v++) {
+    Vec w[W::STEP];
+    W::decode(weights.column(output + v * LANES, k), k, w);
+    for (long s = 0; s < count; s++)
+      for (int r = 0; r < ROWS; r++) sums[v][r] += broadcast(x[(k + s) * ROWS + r]) * w[s];
+  }
+}
+
+// All ROWS rows times the panel at `output`.
+template <class W, int ROWS>
+static void few_rows(const W& weights, const Operands& ops, const float* x, long output) {
+  constexpr int STEP = W::STEP, VECTORS = vectors_at_once(ROWS), PASSES = PANEL_VECTORS / VECTORS;
+  Vec sums[PASSES][VECTORS][ROWS] = {};
+  // Several passes share a stretch that stays in the cache, and each fetches its part of the next one.
+  const long whole = ops.K / STEP * STEP;
+  const long stretch = PASSES == 1 ? whole : PASS_STEPS * STEP;
+  const long ahead = PASSES == 1 ? PREFETCH_BYTES : PASS_STEPS * PANEL * 4;
+  for (long k = 0; k < whole; k += stretch) {
+    const uint32_t* words = weights.column(output, k).words + k / STEP * PANEL;
+    const char* next = reinterpret_cast<const char*>(words) + ahead;
+    for (int p = 0; p < PASSES; p++)
+      pass(weights, x, output + p * VECTORS * LANES, k, std::min(k + stretch, whole),
+           next + p * ahead / PASSES, sums[p]);
+  }
+  for (int p = 0; p < PASSES; p++) {
+    const long at = output + p * VECTORS * LANES;
+    if (whole < ops.K) last_inputs(weights, x, at, whole, ops.K - whole, sums[p]);
+    if (at < ops.N) store_sums(ops, 0, at, sums[p], true);
+  }
+}
+
+template <class W, size_t... Row>
+constexpr auto few_rows_table(std::index_sequence<Row...>) {
+  return std::array{&few_rows<W, (int)Row + 1>...};
+}
+
+template <class W>
+static void linear_of_few(const W& weights, const Operands& ops) {
+  static constexpr auto KERNELS = few_rows_table<W>(std::make_index_sequence<FEW_ROWS>());
+  const auto kernel = KERNELS[ops.M - 1];
+  const float* x = ops.x;
+  if (ops.M > 1) {
+    float* copy = copy_memory(ops.M * ops.K);
+    copy_rows(ops, 0, ops.M, copy);
+    x = copy;
+  }
+  const long num_panels = (ops.N + PANEL - 1) / PANEL;
+  const long step = std::max<long>(1, MIN_WEIGHTS / (PANEL * std::max<long>(1, ops.K)));
+  parallel_for((num_panels + step - 1) / step, [&](long task) {
+    for (long panel = task * step; panel < std::min((task + 1) * step, num_panels); panel++)
+      kernel(weights, ops, x, panel * PANEL);
+  });
+}
+
+// ---- many rows ----
+
+constexpr int TILE_VECTORS = 2;
+constexpr int TILE_ROWS = SUMS / TILE_VECTORS;
+constexpr long ROW_BLOCK = 64 * TILE_ROWS;  // rows that are copied before they are multiplied
+constexpr long MAX_CHUNK = 256;  // inputs in a scratch; a multiple of 16, and so of every STEP, as all are
+constexpr long MANY_TILES = 6;   // of rows: fewer do not pay for a chunk of the full size
+constexpr long FETCHERS = 4;     // tiles of rows that fetch the next chunk among them
+
+// Inputs [k_start, k_start + count) of a tile of outputs, as floats [input][vector].
+template <class W>
+static void decode_chunk(const W& weights, long output, long k_start, long count, float* scratch) {
+  constexpr int STEP = W::STEP;
+  const long k_end = k_start + count;
+  for (long k = k_start, end; k < k_end; k = end) {
+    end = std::min(weights.run_end(k), k_end);
+    typename W::Column columns[TILE_VECTORS];
+    for (int v = 0; v < TILE_VECTORS; v++) columns[v] = weights.column(output + v * LANES, k);
+    for (; k < end; k += STEP)  // beyond K, whole steps are decoded: there is room
+#pragma GCC unroll 16
+      for (int v = 0; v < TILE_VECTORS; v++) {
+        Vec w[STEP];
+        W::decode(columns[v], k, w);
+#pragma GCC unroll 16
+        for (int s = 0; s < STEP; s++) store(scratch + ((k - k_start + s) * TILE_VECTORS + v) * LANES, w[s]);
+      }
+  }
+}
+
+// A chunk of inputs: rows x [input][row], a tile of weights [input][vector], and what to fetch meanwhile:
+// from `next` on, `next_step` bytes with each input.
+struct Chunk {
+  const float* x;
+  const float* weights;
+  long count;
+  bool is_first, is_last;
+  const char* next;
+  long next_step;
+};
+
+template <int ROWS>
+static void multiply_tile(const Operands& ops, const Chunk& chunk, long row, long output) {
+  Vec sums[TILE_VECTORS][ROWS] = {};
+  if (!chunk.is_first) OutputTile<ROWS, TILE_VECTORS>(ops, row, output).load_sums(sums);
+  const float *x = chunk.x, *weights = chunk.weights;
+  const char* next = chunk.next;
+  const bool fetches = chunk.next_step;
+  for (long k = 0; k < chunk.count; k++, x += ROWS, weights += TILE_VECTORS * LANES) {
+    if (fetches) {
+      __builtin_prefetch(next);
+      __builtin_prefetch(next + LINE);
+      next += chunk.next_step;
+    }
+    Vec w[TILE_VECTORS];
+#pragma GCC unroll 4
+    for (int v = 0; v < TILE_VECTORS; v++) w[v] = load(weights + v * LANES);
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++) {
+      const Vec factor = broadcast(x[r]);
+#pragma GCC unroll 4
+      for (int v = 0; v < TILE_VECTORS; v++) sums[v][r] += factor * w[v];
+    }
+  }
+  store_sums(ops, row, output, sums, chunk.is_last);
+}
+
+template <size_t... Row>
+constexpr auto tile_table(std::index_sequence<Row...>) {
+  return std::array{&multiply_tile<(int)Row + 1>...};
+}
+
+// Rows cut into tiles, evenly: 13 are 7 + 6, never 12 and one.
+struct Tiles {
+  long num_rows, count;
+
+  explicit Tiles(long rows) : num_rows(rows), count((rows + TILE_ROWS - 1) / TILE_ROWS) {}
+  long start(long tile) const { return num_rows * tile / count; }
+  long size(long tile) const { return start(tile + 1) - start(tile); }
+};
+
+// The tiles [first, last) of a block of copied rows, times the panel at `output`.
+template <class W>
+static void many_rows(const W& weights, const Operands& ops, const float* copy, long first_row,
+                      const Tiles& tiles, long first, long last, long output) {
+  static constexpr auto KERNELS = tile_table(std::make_index_sequence<TILE_ROWS>());
+  alignas(64) float scratch[MAX_CHUNK * TILE_VECTORS * LANES];
+  const long max_chunk = last - first < MANY_TILES ? MAX_CHUNK / 4 : MAX_CHUNK;
+  const long num_chunks = (ops.K + max_chunk - 1) / max_chunk;
+  const long even = (ops.K + num_chunks - 1) / num_chunks, chunk_size = (even + 15) / 16 * 16;
+  constexpr long BYTES = TILE_VECTORS * LANES * 4 / W::STEP;  // of an input of a tile
+  const long fetchers = std::min(last - first, FETCHERS);
+  for (long k = 0; k < ops.K; k += chunk_size) {
+    const long count = std::min(chunk_size, ops.K - k);
+    const uint32_t* words = weights.column(output, k).words + (k + count) / W::STEP * PANEL;
+    const char* next = reinterpret_cast<const char*>(words);
+    for (long at = output; at < std::min(output + PANEL, ops.N); at += TILE_VECTORS * LANES) {
+      decode_chunk(weights, at, k, count, scratch);
+      for (long tile = first; tile < last; tile++) {
+        const long start = tiles.start(tile), size = tiles.size(tile);
+        const long fetched = tile - first < fetchers ? BYTES / fetchers : 0;
+        const Chunk chunk{copy + start * ops.K + k * size, scratch, count, k == 0, k + count == ops.K, next,
+                          fetched};
+        KERNELS[size - 1](ops, chunk, first_row + start, at);
+        next += count * fetched;
+      }
+    }
+  }
+}
+
+template <class W>
+static void linear_of_many(const W& weights, const Operands& ops) {
+  const long num_panels = (ops.N + PANEL - 1) / PANEL;
+  for (long row = 0; row < ops.M; row += ROW_BLOCK) {
+    const Tiles tiles(std::min(ROW_BLOCK, ops.M - row));
+    float* copy = copy_memory(tiles.num_rows * ops.K);
+    parallel_for(tiles.count, [&](long tile) {
+      const long start = tiles.start(tile);
+      copy_rows(ops, row + start, tiles.size(tile), copy + start * ops.K);
+    });
+    // Outputs are cut first, so that weights are decoded once; rows only if that leaves too few tasks.
+    const long wanted = TASKS_PER_THREAD * nano_num_threads();
+    const long cuts = std::clamp<long>((wanted + num_panels - 1) / num_panels, 1, tiles.count);
+    parallel_for(num_panels * cuts, [&](long task) {
+      const long cut = task % cuts;
+      many_rows(weights, ops, copy, row, tiles, tiles.count * cut / cuts, tiles.count * (cut + 1) / cuts,
+                task / cuts * PANEL);
+    });
+  }
+}
+
+template <class W>
+static void linear(const W& weights, const Operands& ops) {
+  if (ops.M > FEW_ROWS)
+    linear_of_many(weights, ops);
+  else if (ops.M > 0)
+    linear_of_few(weights, ops);
+}
+
+}  // namespace nano_linear

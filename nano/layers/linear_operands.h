@@ -1,0 +1,130 @@
+// What every linear kernel has to do with its operands: read rows of x, write tiles of y.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "native/vector.h"
+
+namespace nano_linear {
+
+constexpr long PANEL = 64;  // outputs stored side by side
+constexpr int PANEL_VECTORS = PANEL / LANES;
+constexpr long LINE = 64;  // bytes of the cache line that a prefetch fetches
+constexpr long PREFETCH_BYTES = 2048;
+constexpr long TASKS_PER_THREAD = 4;  // with fewer, the last one is waited for
+
+NANO_INLINE void prefetch(const void* p, long ahead = PREFETCH_BYTES) {
+  __builtin_prefetch(static_cast<const char*>(p) + ahead);
+}
+
+// The operands of one call; strides count floats.
+struct Operands {
+  const float* x;
+  long x_stride;
+  const float* bias;  // or null
+  float* y;           // [M, N], contiguous
+  long M, N, K;
+
+  float* at(long row, long output) const { return y + row * N + output; }
+};
+
+// The tile of y at (row, output): its memory, or where it reaches beyond N, a copy of `rows` rows.
+template <int ROWS, int VECTORS>
+struct OutputTile {
+  static constexpr long WIDTH = VECTORS * LANES;
+
+  const Operands& ops;
+  long row, output, num_valid;  // outputs of the tile that exist
+  alignas(64) float copy[ROWS * WIDTH];
+
+  NANO_INLINE OutputTile(const Operands& operands, long first_row, long first_output)
+      : ops(operands), row(first_row), output(first_output),
+        num_valid(std::min(WIDTH, operands.N - first_output)) {}
+
+  NANO_INLINE void load_sums(Vec (&sums)[VECTORS][ROWS]) {
+    const float* from = ops.at(row, output);
+    long stride = ops.N;
+    if (num_valid < WIDTH) {
+      copy_rows(from, stride, copy, WIDTH);
+      from = copy, stride = WIDTH;
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++, from += stride)
+#pragma GCC unroll 16
+      for (int v = 0; v < VECTORS; v++) sums[v][r] = load(from + v * LANES);
+  }
+
+  // Complete sums get their bias.
+  NANO_INLINE void store_sums(const Vec (&sums)[VECTORS][ROWS], bool are_complete) {
+    float* const y = ops.at(row, output);
+    const bool is_whole = num_valid == WIDTH;
+    float* to = is_whole ? y : copy;
+    const long stride = is_whole ? ops.N : WIDTH;
+    float* at = to;
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++, at += stride)
+#pragma GCC unroll 16
+      for (int v = 0; v < VECTORS; v++) store(at + v * LANES, sums[v][r]);
+    if (ops.bias && are_complete) add_bias(to, stride);
+    if (!is_whole) copy_rows(copy, WIDTH, y, ops.N);
+  }
+
+ private:
+  __attribute__((noinline)) void copy_rows(const float* from, long from_stride, float* to, long to_stride) {
+    for (long r = 0; r < ROWS; r++)
+      std::copy(from + r * from_stride, from + r * from_stride + num_valid, to + r * to_stride);
+  }
+
+  __attribute__((noinline)) void add_bias(float* to, long stride) {
+    for (long r = 0; r < ROWS; r++)
+      for (long i = 0; i < num_valid; i++) to[r * stride + i] += ops.bias[output + i];
+  }
+};
+
+// y = `sums`, plus the bias if there are no more to come.
+template <int ROWS, int VECTORS>
+NANO_INLINE void store_sums(const Operands& ops, long row, long output, const Vec (&sums)[VECTORS][ROWS],
+                            bool are_complete) {
+  OutputTile<ROWS, VECTORS>(ops, row, output).store_sums(sums, are_complete);
+}
+
+// Copy `rows` rows as [input][row]: a tile of rows then reads one stream.
+static inline void copy_rows(const Operands& ops, long first_row, long rows, float* to) {
+  typedef float Quad __attribute__((vector_size(16), aligned(4)));
+  const auto load_quad = [](const float* p) { return *reinterpret_cast<const Quad*>(p); };
+  const auto store_quad = [](float* p, Quad q) { *reinterpret_cast<Quad*>(p) = q; };
+  const long stride = ops.x_stride;
+  long r = 0;
+  for (; r + 4 <= rows; r += 4) {  // four by four
+    const float* from = ops.x + (first_row + r) * stride;
+    long k = 0;
+    for (; k + 4 <= ops.K; k += 4) {
+      const Quad a = load_quad(from + k), b = load_quad(from + stride + k);
+      const Quad c = load_quad(from + 2 * stride + k), d = load_quad(from + 3 * stride + k);
+      const Quad low_ab = __builtin_shufflevector(a, b, 0, 4, 1, 5);
+      const Quad low_cd = __builtin_shufflevector(c, d, 0, 4, 1, 5);
+      const Quad high_ab = __builtin_shufflevector(a, b, 2, 6, 3, 7);
+      const Quad high_cd = __builtin_shufflevector(c, d, 2, 6, 3, 7);
+      float* at = to + k * rows + r;
+      store_quad(at, __builtin_shufflevector(low_ab, low_cd, 0, 1, 4, 5));
+      store_quad(at + rows, __builtin_shufflevector(low_ab, low_cd, 2, 3, 6, 7));
+      store_quad(at + 2 * rows, __builtin_shufflevector(high_ab, high_cd, 0, 1, 4, 5));
+      store_quad(at + 3 * rows, __builtin_shufflevector(high_ab, high_cd, 2, 3, 6, 7));
+    }
+    for (; k < ops.K; k++)
+      for (long i = 0; i < 4; i++) to[k * rows + r + i] = from[i * stride + k];
+  }
+  for (; r < rows; r++)
+    for (long k = 0; k < ops.K; k++) to[k * rows + r] = ops.x[(first_row + r) * stride + k];
+}
+
+// Memory of the calling thread, kept: fresh pages cost more than what is copied there. (Not to be called in
+// a task, which another thread may run.)
+static inline float* copy_memory(long floats) {
+  static thread_local std::vector<float> memory;
+  if ((long)memory.size() < floats) memory.resize(floats);
+  return memory.data();
+}
+
+}  // namespace nano_linear

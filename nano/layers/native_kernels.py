@@ -1,0 +1,50 @@
+"""NativeKernels: the layers of a float32 model on our own C++ ops. T tokens."""
+
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nano.layers import cpu_linear
+from nano.layers.cpu_linear import FloatWeight
+from nano.layers.kernels import Kernels
+from nano.native.build import load_ops
+
+_ROWS = Path(__file__).with_name("cpu_rows.cpp")
+SOURCES = (cpu_linear.SOURCE, _ROWS)  # to be compiled early
+
+
+class NativeKernels(Kernels):
+    """A row's bits depend on nothing but the row, eagerly and compiled: the compiler of a graph is
+    left no sum and no function to compute in its own way."""
+
+    name = "native"
+
+    @staticmethod
+    def is_available() -> bool:
+        """They need a C++ compiler, or a cache filled by one."""
+        return FloatWeight.is_available() and _has_row_ops()
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> FloatWeight:
+        return FloatWeight.pack(weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out: Tensor = torch.ops.nano.rms_norm(x, weight, eps)
+        return out
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        out: Tensor = torch.ops.nano.silu_and_mul(gate_up)
+        return out
+
+
+@cache
+def _has_row_ops() -> bool:
+    if not load_ops(_ROWS):
+        return False
+    torch.library.register_fake("nano::rms_norm", lambda x, weight, eps: x.new_empty(x.shape))
+    torch.library.register_fake(
+        "nano::silu_and_mul",
+        lambda gate_up: gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2),
+    )
+    return True

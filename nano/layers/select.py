@@ -1,0 +1,28 @@
+"""select_kernels: which kernels a model's layers compute with, and why."""
+
+from nano.layers.kernels import Kernels, TorchKernels
+from nano.layers.native_kernels import NativeKernels
+from nano.layers.row_kernels import RowKernels
+from nano.log import get_logger
+
+logger = get_logger(__name__)
+
+
+def select_kernels(dtype: str, numerics: str) -> Kernels:
+    """The fastest kernels that keep what `numerics` promises, for a model that computes in `dtype`.
+
+    "exact": a row's bits do not depend on its batch. "fast" gives that up where keeping it is slow.
+    """
+    if dtype == "float32" and NativeKernels.is_available():
+        logger.info("layers: native kernels")
+        return NativeKernels()
+    if dtype == "float32" and numerics == "exact":
+        logger.warning(
+            "layers: torch's kernels, one row at a time: slow, but a row's bits do not depend on "
+            "its batch (a C++ compiler gives both; numerics=fast gives up the second)"
+        )
+        return RowKernels()
+    logger.info(
+        "layers: torch's kernels in %s; the last bits of a row may depend on its batch", dtype
+    )
+    return TorchKernels()

@@ -1,0 +1,36 @@
+// Linear layers and embeddings on 8-bit weights, in float32 arithmetic: the bits of the dequantised matrix.
+#include "layers/linear_op.h"
+#include "quant/dequantize_rows.h"
+#include "quant/int8_weights.h"
+
+namespace {
+
+Tensor linear_int8(const Tensor& x, const Tensor& packed, const Tensor& scales,
+                   const std::optional<Tensor>& bias, int64_t group_size, int64_t num_outputs) {
+  return scales.element_size() == 2
+             ? linear_op(int8_weights<Float16>(packed, scales, group_size), x, bias, num_outputs)
+             : linear_op(int8_weights<float>(packed, scales, group_size), x, bias, num_outputs);
+}
+
+Tensor dequantize_rows_int8(const Tensor& ids, const Tensor& packed, const Tensor& scales,
+                            int64_t group_size, int64_t num_outputs, int64_t num_inputs) {
+  return scales.element_size() == 2
+             ? dequantize_rows(int8_weights<Float16>(packed, scales, group_size), ids, num_outputs, num_inputs)
+             : dequantize_rows(int8_weights<float>(packed, scales, group_size), ids, num_outputs, num_inputs);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(nano, m) {
+  m.def(
+      "linear_int8(Tensor x, Tensor packed, Tensor scales, Tensor? bias, int group_size,"
+      " int num_outputs) -> Tensor");
+  m.def(
+      "dequantize_rows_int8(Tensor ids, Tensor packed, Tensor scales, int group_size, int num_outputs,"
+      " int num_inputs) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(nano, CPU, m) {
+  m.impl("linear_int8", TORCH_BOX(&linear_int8));
+  m.impl("dequantize_rows_int8", TORCH_BOX(&dequantize_rows_int8));
+}

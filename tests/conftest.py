@@ -1,0 +1,8 @@
+"""What every test runs under. Before torch is imported."""
+
+import os
+
+# A spinning OpenMP thread makes a shared machine fifty times slower.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# "auto" would start a compiler for every tiny model; tests of compiled pieces ask for them.
+os.environ["NANO_COMPILE_MODE"] = "eager"
