@@ -23,7 +23,7 @@ from nano.log import get_logger
 logger = get_logger(__name__)
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
-Quantization = Literal["int8", "w8a8", "int4", "bfloat16", "awq", "gptq", "gguf"]
+Quantization = Literal["int8", "w8a8", "int4", "w4a8", "bfloat16", "awq", "gptq", "gguf"]
 _CHECKPOINT_METHODS = ("awq", "gptq", "gguf")  # the others work on what has been loaded
 
 

@@ -4,5 +4,6 @@ import os
 
 # A spinning OpenMP thread makes a shared machine fifty times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# "auto" would start a compiler for every tiny model; tests of compiled pieces ask for them.
-os.environ["NANO_COMPILE_MODE"] = "eager"
+# "auto" would start a compiler for every tiny model; tests of compiled pieces ask for them. Set it to
+# "compiled" to run all others so, too.
+os.environ.setdefault("NANO_COMPILE_MODE", "eager")

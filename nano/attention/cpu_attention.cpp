@@ -192,6 +192,20 @@ void add_chunk(const Tile& tile, const T* const* values, long start, long dim, c
   });
 }
 
+// Panels in the order of their use: keys from position `start` on, their values, and the AHEAD keys of the
+// next range, for no more than to prefetch them. Beyond `last_seen` there may be no block.
+template <class T>
+void find_panels(const Pages<T>& pages, long start, long num_panels, long last_seen, const T** panels) {
+  for (long i = 0; i < num_panels; i++) {
+    panels[i] = pages.panel(start + i * PANEL);
+    panels[num_panels + i] = panels[i] + pages.cache.size();
+  }
+  for (long i = 0; i < AHEAD; i++) {
+    const long position = start + (num_panels + i) * PANEL;
+    panels[2 * num_panels + i] = position <= last_seen ? pages.panel(position) : panels[num_panels - 1];
+  }
+}
+
 // What a tile's rows gather in one range, into `state`. Rows that see nothing of it are left alone.
 template <class T>
 void attend(const Step& step, const Tile& tile, long head, long range, const Scratch& scratch,
@@ -203,18 +217,9 @@ void attend(const Step& step, const Tile& tile, long head, long range, const Scr
   const long end = std::min(start + RANGE, last_seen + 1);
   const long first_row = tile.first_row_that_sees(start);
 
-  // In the order of their use: keys, values, and what to prefetch meanwhile of the next range.
   const long num_panels = (end - start + PANEL - 1) / PANEL;
   const T* panels[2 * RANGE / PANEL + AHEAD];
-  for (long i = 0; is_direct && i < num_panels; i++) {
-    panels[i] = pages.panel(start + i * PANEL);
-    panels[num_panels + i] = panels[i] + step.cache.size();
-  }
-  for (long i = 0; is_direct && i < AHEAD; i++) {
-    const long position = end + i * PANEL;
-    const bool is_seen = position <= last_seen;
-    panels[2 * num_panels + i] = is_seen ? pages.panel(position) : panels[2 * num_panels - 1];
-  }
+  if (is_direct) find_panels(pages, start, num_panels, last_seen, panels);
   const float* copies[2 * AHEAD];
   for (long i = 0; i < 2 * AHEAD; i++) copies[i] = scratch.panels + i % AHEAD * PANEL * dim;
 

@@ -11,7 +11,7 @@ from nano.attention.backend import AttentionBackend, AttentionMetadata
 from nano.kv_spec import LayerKVSpec
 from nano.native.build import load_ops
 
-_SOURCE = Path(__file__).with_name("cpu_attention.cpp")
+SOURCE = Path(__file__).with_name("cpu_attention.cpp")
 _LANES = 8
 
 
@@ -64,7 +64,7 @@ class CpuBackend(AttentionBackend):
 @cache
 def _op() -> Callable[..., None] | None:
     """The op of cpu_attention.cpp; None without a compiler."""
-    if not load_ops(_SOURCE):
+    if not load_ops(SOURCE):
         return None
     op: Callable[..., None] = torch.ops.nano.paged_attention.default
     return op

@@ -87,13 +87,10 @@ def _compile_ahead(config: EngineConfig) -> Path:
 
     options = dataclasses.replace(config.compile, mode="compiled", startup="compiled-first")
     worker = Worker(resolve(dataclasses.replace(config, compile=options)))
-    try:
-        worker.load()
-        store = ArtifactStore.default()
-        key = worker.model_forward.key
-        folder = None if store is None else store.find(key)
-    finally:
-        worker.close()
+    worker.load()
+    worker.close()
+    store = ArtifactStore.default()
+    folder = None if store is None else store.find(worker.model_forward.key)
     if folder is None:
         raise ConfigError("no compiled pieces came about; the log says why")
     return folder

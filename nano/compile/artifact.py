@@ -5,10 +5,12 @@
     manifest.json  factors, weights, ops, what compiling did, and a digest of every file
 
 Loading takes a few dozen milliseconds, imports neither Dynamo nor Inductor, and can be spread
-over several steps of the engine. The generated code runs under the few names of `_RUNTIME`.
+over several steps of the engine. The generated code runs under the few names of `RUNTIME`.
 """
 
 import hashlib
+import importlib.machinery
+import importlib.util
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -18,16 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nano.compile.kernels import load_module
-from nano.compile.stitch import split_op_name
 from nano.compile.store import MANIFEST
 from nano.errors import NanoError
 
 ForwardFn = Callable[[Tensor, Tensor], Tensor]
 
 PIECES, KERNELS_SOURCE, KERNELS = "pieces.py", "kernels.cpp", "kernels.so"
+MODULE = "kernels"  # as the library calls itself
 _guards: Any = torch._C._dynamo.guards  # C++, whatever its name says
-_RUNTIME: dict[str, Any] = {
+RUNTIME: dict[str, Any] = {
     "torch": torch,
     "empty_strided_cpu": _guards._empty_strided_cpu,
     "reinterpret_tensor": _guards._reinterpret_tensor,
@@ -91,11 +92,11 @@ def load(
     manifest = Manifest.read(folder)
     yield None
     try:
-        kernels = load_module(folder / KERNELS)
+        kernels = _load_kernels(folder / KERNELS)
         yield None
         code = compile((folder / PIECES).read_text(), folder / PIECES, "exec")
         tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-        names = _RUNTIME | {f"w{i}": tensors[name] for i, name in enumerate(manifest.weights)}
+        names = RUNTIME | {f"w{i}": tensors[name] for i, name in enumerate(manifest.weights)}
         names |= {name: getattr(kernels, name) for name in manifest.kernels}
         names |= {name: _op(op) for name, op in manifest.ops.items()}
         names |= {split_op_name(op): function for op, function in split_ops.items()}
@@ -104,6 +105,22 @@ def load(
         raise BadArtifact(f"{type(error).__name__}: {error}") from error
     run: ForwardFn = names["run"]
     yield run
+
+
+def split_op_name(op: str) -> str:
+    """The global under which `run` finds a split op "namespace::op"."""
+    return op.replace("::", "_")
+
+
+def _load_kernels(library: Path) -> Any:
+    """The extension module in `library`, ready to be called with tensors."""
+    loader = importlib.machinery.ExtensionFileLoader(MODULE, str(library))
+    spec = importlib.util.spec_from_loader(MODULE, loader)
+    assert spec is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    module.bind(_guards._torchinductor_pyobject_tensor_data_ptr)
+    return module
 
 
 def _op(name: str) -> Callable[..., Any]:

@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from nano.compile.artifact import RUNTIME
 from nano.compile.piecewise import Piece
 from nano.errors import NanoError
 
-# What a generated function may call besides kernels and ops; `artifact.py` provides it.
-RUNTIME_NAMES = {"torch", "empty_strided_cpu", "reinterpret_tensor", "extern_kernels"}
 _BUILTINS = {"RuntimeError", "min", "max", "int", "float"}
 _OPTIONS: dict[str, Any] = {
     "size_asserts": False,
@@ -118,7 +117,7 @@ def extract(code: str, name: str, num_inputs: int) -> PieceCode:
         return f"op_{namespace}_{op}_{overload}("
 
     source = f"def {name}({', '.join(parameters)}):\n{_OP_CALL.sub(bind, body)}\n"
-    _check_names(source, {*kernels, *ops, *RUNTIME_NAMES, *_BUILTINS}, name)
+    _check_names(source, {*kernels, *ops, *RUNTIME, *_BUILTINS}, name)
     return PieceCode(source, tuple(kernels.values()), ops)
 
 

@@ -1,24 +1,22 @@
-"""The kernels of all pieces as one extension module: C++ in, a shared library out.
+"""The kernels of all pieces as one extension module: C++ in, a shared library out (which
+`artifact.py` loads).
 
 Flags: no contraction and none of -ffast-math, so that elementwise arithmetic rounds as torch's
 own ops do, and compiled pieces give the bits of the eager model.
 """
 
-import importlib.machinery
-import importlib.util
 import re
 import subprocess
 import sysconfig
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
+from nano.compile.artifact import MODULE
 from nano.compile.inductor import Kernel
 from nano.errors import NanoError
 from nano.native.build import compiler, cpu_flags
 
-MODULE = "kernels"
 _FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-w")
 _PREFIX = "#include <torch/csrc/inductor/cpp_prefix.h>"
 _HEAD = f"""\
@@ -125,17 +123,3 @@ def compile_module(source: Path, library: Path) -> None:
     if done.returncode != 0:
         said = done.stderr.strip().splitlines() or [f"{found} failed with {done.returncode}"]
         raise CompileFailed(next((line for line in said if "error" in line), said[-1]))
-
-
-def load_module(library: Path) -> Any:
-    """The extension module in `library`, ready to be called with tensors. Raises `ImportError`."""
-    import torch
-
-    loader = importlib.machinery.ExtensionFileLoader(MODULE, str(library))
-    spec = importlib.util.spec_from_loader(MODULE, loader)
-    assert spec is not None
-    module: Any = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    guards: Any = torch._C._dynamo.guards
-    module.bind(guards._torchinductor_pyobject_tensor_data_ptr)
-    return module

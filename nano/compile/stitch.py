@@ -7,10 +7,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-
-def split_op_name(op: str) -> str:
-    """The global under which the stitched function finds a split op "namespace::op"."""
-    return op.replace("::", "_")
+from nano.compile.artifact import split_op_name
 
 
 def stitch(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from nano.checkpoint.hf_config import DecoderConfig
+from nano.errors import CheckpointError, NanoError
 from nano.layers.embedding import Embedding
 from nano.layers.kernels import Kernels, TorchKernels
 from nano.layers.linear import FusedLinear, Linear
@@ -119,25 +120,27 @@ def _fill(
     shapes: dict[str, tuple[int, ...]],
     progress: tqdm,
 ) -> None:
-    def read(name: str) -> Tensor | Record:
-        progress.update()
-        return source.read(name, shapes[name])
-
+    """Module by module, each from its weights and biases in the checkpoint's order."""
     is_tied = model.lm_head is None
     for path, module in list(model.named_modules()):
         names = [name for name, _ in _shards(path, module, 0)]
-        if isinstance(module, Linear):
-            matrices = [read(f"{name}.weight") for name in names]
-            bias = None
-            if module.bias is not None:
-                bias = torch.cat([_floats(read(f"{name}.bias")) for name in names])
-            storage.fill_linear(module, matrices, bias, is_output=path == "lm_head")
-        elif isinstance(module, Embedding):
-            storage.fill_embedding(module, read(f"{names[0]}.weight"), is_tied=is_tied)
-        else:
-            for name, _ in list(module.named_parameters(recurse=False)):
-                tensor = _floats(read(f"{names[0]}.{name}"))
-                setattr(module, name, storage.parameter(tensor))
+        read: dict[str, list[Tensor | Record]] = {}
+        for kind, _ in module.named_parameters(recurse=False):
+            read[kind] = [source.read(f"{name}.{kind}", shapes[f"{name}.{kind}"]) for name in names]
+            progress.update(len(names))
+        try:
+            if isinstance(module, Linear):
+                bias = torch.cat(_floats(read["bias"])) if "bias" in read else None
+                storage.fill_linear(module, read["weight"], bias, is_output=path == "lm_head")
+            elif isinstance(module, Embedding):
+                storage.fill_embedding(module, read["weight"][0], is_tied=is_tied)
+            else:
+                for kind, weights in read.items():
+                    setattr(module, kind, storage.parameter(_floats(weights)[0]))
+        except NanoError:
+            raise
+        except ValueError as error:  # weights that a scheme or a format cannot hold
+            raise CheckpointError(f"{', '.join(names)}: {error}") from error
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
@@ -147,10 +150,11 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
             setattr(module, name, buffer.to(device))
 
 
-def _floats(weight: Tensor | Record) -> Tensor:
+def _floats(weights: list[Tensor | Record]) -> list[Tensor]:
     """Of what is no matrix, and therefore never quantised."""
-    assert isinstance(weight, Tensor)
-    return weight
+    floats = [weight for weight in weights if isinstance(weight, Tensor)]
+    assert len(floats) == len(weights)
+    return floats
 
 
 def _num_bytes(model: nn.Module) -> int:

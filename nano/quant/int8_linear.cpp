@@ -7,16 +7,12 @@ namespace {
 
 Tensor linear_int8(const Tensor& x, const Tensor& packed, const Tensor& scales,
                    const std::optional<Tensor>& bias, int64_t group_size, int64_t num_outputs) {
-  return scales.element_size() == 2
-             ? linear_op(int8_weights<Float16>(packed, scales, group_size), x, bias, num_outputs)
-             : linear_op(int8_weights<float>(packed, scales, group_size), x, bias, num_outputs);
+  return linear_op(Int8Weights(packed, scales, group_size), x, bias, num_outputs);
 }
 
 Tensor dequantize_rows_int8(const Tensor& ids, const Tensor& packed, const Tensor& scales,
                             int64_t group_size, int64_t num_outputs, int64_t num_inputs) {
-  return scales.element_size() == 2
-             ? dequantize_rows(int8_weights<Float16>(packed, scales, group_size), ids, num_outputs, num_inputs)
-             : dequantize_rows(int8_weights<float>(packed, scales, group_size), ids, num_outputs, num_inputs);
+  return dequantize_rows(Int8Weights(packed, scales, group_size), ids, num_outputs, num_inputs);
 }
 
 }  // namespace

@@ -118,6 +118,7 @@ static NANO_INLINE IntVec dot_by_vnni(IntVec sum, WordVec, IntVec) { return sum;
 #endif
 
 #if defined(__AVX2__) && !(defined(__AVX512BW__) && defined(__AVX512VL__))
+constexpr bool HAS_PAIR_SUMS = true;
 // Products of unsigned and signed bytes, summed by fours. Two products must fit 16 bits.
 static NANO_INLINE IntVec dot_by_pairs(IntVec sum, __m256i w, __m256i x) {
   return sum + (IntVec)_mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1));
@@ -130,6 +131,7 @@ static NANO_INLINE IntVec dot_signed_without_vnni(IntVec sum, WordVec w, IntVec 
   return dot_by_pairs(sum, _mm256_abs_epi8((__m256i)w), _mm256_sign_epi8((__m256i)x, (__m256i)w));
 }
 #else
+constexpr bool HAS_PAIR_SUMS = false;
 static NANO_INLINE IntVec dot_unsigned_without_vnni(IntVec sum, WordVec w, IntVec x) {
   for (int left = 24; left >= 0; left -= 8) sum += (IntVec)(w << left >> 24) * (x << left >> 24);
   return sum;
@@ -139,6 +141,8 @@ static NANO_INLINE IntVec dot_signed_without_vnni(IntVec sum, WordVec w, IntVec 
   return sum;
 }
 #endif
+
+constexpr bool HAS_DOTS = HAS_VNNI || HAS_PAIR_SUMS;  // else: byte by byte, right and slow
 
 // sum + w . x in every lane, for four weights of 0 .. 15 each and four signed inputs.
 static NANO_INLINE IntVec dot_unsigned(IntVec sum, WordVec w, IntVec x) {

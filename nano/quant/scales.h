@@ -5,16 +5,11 @@
 #include <immintrin.h>
 #endif
 
+#include "native/tensor.h"
 #include "native/vector.h"
 
-struct Float16 {
-  uint16_t bits;
-};
-
-static NANO_INLINE Vec load_scales(const float* p) { return load(p); }
-
 // Exact: float32 holds every float16. Infinity and NaN are never stored.
-static NANO_INLINE Vec load_scales(const Float16* p) {
+static NANO_INLINE Vec load_float16(const uint16_t* p) {
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
   return (Vec)_mm512_maskz_cvtph_ps((__mmask16)-1, _mm256_loadu_si256((const __m256i*)p));
 #elif defined(__F16C__)
@@ -28,3 +23,17 @@ static NANO_INLINE Vec load_scales(const Float16* p) {
   return (Vec)((WordVec)magnitude | (bits & 0x8000) << 16);
 #endif
 }
+
+struct Scales {
+  const void* data;
+  bool are_float16;
+
+  explicit Scales(const Tensor& scales)
+      : data(scales.const_data_ptr()), are_float16(scales.element_size() == 2) {}
+
+  // LANES neighbours from the one at `index` on.
+  NANO_INLINE Vec at(long index) const {
+    return are_float16 ? load_float16(static_cast<const uint16_t*>(data) + index)
+                       : load(static_cast<const float*>(data) + index);
+  }
+};

@@ -13,45 +13,43 @@ using namespace nano_integer;
 constexpr long GROUP = 32;  // inputs of a row that share a scale; divides the weights' groups
 constexpr long WORD = 8;    // inputs in a word
 
-template <class Scale>
-struct Tile {
-  // As many sums as there are registers, less what the weights and a row's inputs need.
-  static constexpr int MAX_ROWS = LANES == 16 ? 6 : 4;
-  static constexpr int vectors_at_once(int rows) { return LANES == 16 || rows <= 2 ? 4 : 2; }
+// Vectors of a panel whose sums, with those of its other rows, fit the registers.
+constexpr int vectors_at_once(int rows) {
+  if (LANES == 16) return 4;
+  return !HAS_DOTS ? 1 : rows <= 2 ? 4 : 2;
+}
 
-  Int4Weights<Scale> weights;
-  const float* x_offsets;  // [M][groups of x]: scale times sum
+struct Tile {
+  static constexpr int MAX_ROWS = LANES == 16 ? 6 : HAS_DOTS ? 4 : 1;
+
+  Int4Weights weights;
+  const float* x_offsets;  // as the scales of x: scale times sum
   Operands ops;
 
-  template <int ROWS, int VECTORS>
+  template <int ROWS>
   void run(const QuantizedRows& x, long row, long output) const {
-    Vec totals[VECTORS][ROWS] = {};
-    const long num_whole = ops.K / GROUP;
-    for (long group = 0; group < num_whole; group++)
-      add_group(x, row, group, output, GROUP / WORD, totals);
-    if (num_whole < x.num_groups)
-      add_group(x, row, num_whole, output, weights.num_words - num_whole * GROUP / WORD, totals);
-    store_sums(ops, row, output, totals, true);
+    constexpr int VECTORS = vectors_at_once(ROWS), PASSES = PANEL_VECTORS / VECTORS;
+    Vec totals[PASSES][VECTORS][ROWS] = {};
+    for (long group = 0; group < x.num_groups; group++)
+      for (int p = 0; p < PASSES; p++) add_group(x, row, group, output + p * VECTORS * LANES, totals[p]);
+    for (int p = 0; p < PASSES; p++)
+      if (const long at = output + p * VECTORS * LANES; at < ops.N) store_sums(ops, row, at, totals[p], true);
   }
 
   template <int ROWS, int VECTORS>
-  NANO_INLINE void add_group(const QuantizedRows& x, long row, long group, long output, long num_words,
+  NANO_INLINE void add_group(const QuantizedRows& x, long row, long group, long output,
                              Vec (&totals)[VECTORS][ROWS]) const {
-    const uint32_t* words[VECTORS];
-    for (int v = 0; v < VECTORS; v++)
-      words[v] = weights.words + first_word(output + v * LANES, weights.num_words) + group * GROUP / WORD * PANEL;
+    const long first = group * GROUP / WORD, count = std::min(GROUP / WORD, weights.num_words - first);
+    const uint32_t* words = weights.column(output, 0).words + first * PANEL;
     const int8_t* inputs = x.q.get() + row * x.num_words * 4 + group * GROUP * ROWS;
     IntVec sums[VECTORS][ROWS] = {};
+    if (count == GROUP / WORD) {
 #pragma GCC unroll 4
-    for (long word = 0; word < num_words; word++, inputs += WORD * ROWS) {
-      WordVec both[VECTORS];
-#pragma GCC unroll 4
-      for (int v = 0; v < VECTORS; v++)
-        both[v] = load(words[v] + word * PANEL);
-      add_four(both, inputs, sums);
-#pragma GCC unroll 4
-      for (int v = 0; v < VECTORS; v++) both[v] >>= 4;
-      add_four(both, inputs + 4 * ROWS, sums);
+      for (long word = 0; word < GROUP / WORD; word++)
+        add_word(words + word * PANEL, inputs + word * WORD * ROWS, sums);
+    } else {
+      for (long word = 0; word < count; word++)
+        add_word(words + word * PANEL, inputs + word * WORD * ROWS, sums);
     }
     const long at = row * x.num_groups + group * ROWS;
 #pragma GCC unroll 4
@@ -67,40 +65,33 @@ struct Tile {
     }
   }
 
-  // Four inputs of each row, times the low half of every byte.
+  // Eight inputs of each row.
   template <int ROWS, int VECTORS>
-  static NANO_INLINE void add_four(const WordVec (&words)[VECTORS], const int8_t* inputs,
-                                   IntVec (&sums)[VECTORS][ROWS]) {
-    WordVec w[VECTORS];
+  static NANO_INLINE void add_word(const uint32_t* words, const int8_t* inputs, IntVec (&sums)[VECTORS][ROWS]) {
 #pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; v++) w[v] = words[v] & 0x0f0f0f0fu;
+    for (int v = 0; v < VECTORS; v++) {
+      const WordVec both = load(words + v * LANES), low = both & 0x0f0f0f0fu, high = both >> 4 & 0x0f0f0f0fu;
 #pragma GCC unroll 8
-    for (int r = 0; r < ROWS; r++) {
-      const IntVec four = broadcast_word(inputs + 4 * r);
-#pragma GCC unroll 4
-      for (int v = 0; v < VECTORS; v++) sums[v][r] = dot_unsigned(sums[v][r], w[v], four);
+      for (int r = 0; r < ROWS; r++) sums[v][r] = dot_unsigned(sums[v][r], low, broadcast_word(inputs + 4 * r));
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; r++)
+        sums[v][r] = dot_unsigned(sums[v][r], high, broadcast_word(inputs + 4 * (ROWS + r)));
     }
   }
 };
-
-template <class Scale>
-void multiply(const Int4Weights<Scale>& weights, const Operands& ops) {
-  const QuantizedRows x = quantize_rows(ops.x, ops.K, GROUP, RowTiles(ops.M, Tile<Scale>::MAX_ROWS));
-  const auto offsets = std::make_unique_for_overwrite<float[]>(ops.M * x.num_groups);
-  for (long i = 0; i < ops.M * x.num_groups; i++) offsets[i] = x.scale[i] * (float)x.sum[i];
-  integer_linear(Tile<Scale>{weights, offsets.get(), ops}, x, ops, ops.K / 2 + 1);
-}
 
 // The weights are packed as for linear_int4, in groups of a multiple of 32 inputs or the whole row.
 Tensor linear_w4a8(const Tensor& x, const Tensor& packed, const Tensor& scales,
                    const std::optional<Tensor>& bias, int64_t group_size, int64_t num_outputs) {
   Tensor y = empty_floats({x.size(0), num_outputs});
   if (x.size(0) == 0) return y;
-  const Tensor rows = x.is_contiguous() ? x : torch::stable::contiguous(x);
-  if (scales.element_size() == 2)
-    multiply(int4_weights<Float16>(packed, scales, group_size), operands(rows, bias, y));
-  else
-    multiply(int4_weights<float>(packed, scales, group_size), operands(rows, bias, y));
+  const Tensor contiguous = x.is_contiguous() ? x : torch::stable::contiguous(x);
+  const Operands ops = operands(contiguous, bias, y);
+  const QuantizedRows rows = quantize_rows(ops.x, ops.K, GROUP, RowTiles(ops.M, Tile::MAX_ROWS));
+  const auto offsets = std::make_unique_for_overwrite<float[]>(ops.M * rows.num_groups);
+  for (long i = 0; i < ops.M * rows.num_groups; i++) offsets[i] = rows.scale[i] * (float)rows.sum[i];
+  integer_linear(Tile{Int4Weights(packed, scales, group_size), offsets.get(), ops}, rows, ops,
+                 (ops.K / 2 + 1) * PANEL);
   return y;
 }
 

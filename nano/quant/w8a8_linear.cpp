@@ -9,38 +9,54 @@ namespace {
 
 using namespace nano_integer;
 
+// Vectors of a panel whose sums, with those of its other rows, fit the registers.
+constexpr int vectors_at_once(int rows) {
+  if (LANES == 16) return 4;
+  return !HAS_DOTS ? 1 : rows == 1 ? 8 : rows == 2 ? 4 : 2;
+}
+
 struct Tile {
-  // As many sums as there are registers, less what the weights and a row's inputs need.
-  static constexpr int MAX_ROWS = LANES == 16 ? 6 : 4;
-  static constexpr int vectors_at_once(int rows) {
-    return LANES == 16 ? 4 : rows == 1 ? 8 : rows == 2 ? 4 : 2;
-  }
+  static constexpr int MAX_ROWS = LANES == 16 ? 6 : HAS_DOTS ? 4 : 1;
 
   const uint32_t* words;  // [N / 64][num_words][64]
-  const float* scales;    // [N / 16 * 16]
+  const float* scales;    // [N / 64 * 64]
   long num_words;         // of one output
   Operands ops;
 
-  template <int ROWS, int VECTORS>
+  template <int ROWS>
   void run(const QuantizedRows& x, long row, long output) const {
-    IntVec sums[VECTORS][ROWS] = {};
+    constexpr int VECTORS = vectors_at_once(ROWS), PASSES = PANEL_VECTORS / VECTORS;
+    // Several passes share a stretch that stays in the first-level cache.
+    const long stretch = PASSES == 1 ? num_words : 32;
+    const uint32_t* panel = words + output * num_words;
     const int8_t* inputs = x.q.get() + row * x.num_words * 4;
-    const uint32_t* from[VECTORS];
-    for (int v = 0; v < VECTORS; v++) from[v] = words + first_word(output + v * LANES, num_words);
-    for (long word = 0; word < num_words; word++, inputs += ROWS * 4) {
-      WordVec w[VECTORS];
+    IntVec sums[PASSES][VECTORS][ROWS] = {};
+    for (long word = 0; word < num_words; word += stretch)
+      for (int p = 0; p < PASSES; p++)
+        add(panel + word * PANEL + p * VECTORS * LANES, inputs + word * ROWS * 4,
+            std::min(stretch, num_words - word), sums[p]);
+    for (int p = 0; p < PASSES; p++)
+      if (const long at = output + p * VECTORS * LANES; at < ops.N) finish(x, row, at, sums[p]);
+  }
+
+  template <int ROWS, int VECTORS>
+  static NANO_INLINE void add(const uint32_t* words, const int8_t* inputs, long count,
+                              IntVec (&carried)[VECTORS][ROWS]) {
+    IntVec sums[VECTORS][ROWS];  // a copy, which is kept in registers
+    std::memcpy(sums, carried, sizeof sums);
+    for (long word = 0; word < count; word++, words += PANEL, inputs += ROWS * 4)
 #pragma GCC unroll 8
       for (int v = 0; v < VECTORS; v++) {
-        std::memcpy(&w[v], from[v] + word * PANEL, sizeof w[v]);
-        w[v] = dot_operand(w[v]);
-      }
+        const WordVec w = dot_operand(load(words + v * LANES));
 #pragma GCC unroll 8
-      for (int r = 0; r < ROWS; r++) {
-        const IntVec four = broadcast_word(inputs + r * 4);
-#pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++) sums[v][r] = dot_signed(sums[v][r], w[v], four);
+        for (int r = 0; r < ROWS; r++) sums[v][r] = dot_signed(sums[v][r], w, broadcast_word(inputs + r * 4));
       }
-    }
+    std::memcpy(carried, sums, sizeof sums);
+  }
+
+  template <int ROWS, int VECTORS>
+  NANO_INLINE void finish(const QuantizedRows& x, long row, long output,
+                          const IntVec (&sums)[VECTORS][ROWS]) const {
     Vec results[VECTORS][ROWS];
 #pragma GCC unroll 8
     for (int v = 0; v < VECTORS; v++)
@@ -63,7 +79,7 @@ Tensor linear_w8a8(const Tensor& x, const Tensor& packed, const Tensor& scales,
   const Operands ops = operands(rows, bias, y);
   const Tile tile{static_cast<const uint32_t*>(packed.const_data_ptr()), scales.const_data_ptr<float>(),
                   packed.size(1), ops};
-  integer_linear(tile, quantize_rows(ops.x, K, K, RowTiles(ops.M, Tile::MAX_ROWS)), ops, K);
+  integer_linear(tile, quantize_rows(ops.x, K, K, RowTiles(ops.M, Tile::MAX_ROWS)), ops, K * PANEL);
   return y;
 }
 

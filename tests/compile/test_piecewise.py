@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from nano.attention.op import ForwardContext, forward_context
 from nano.compile import piecewise
+from nano.compile.artifact import split_op_name
 from nano.compile.piecewise import TracedModel, trace
 from nano.compile.skeleton import describe, dump_skeleton, load_skeleton
-from nano.compile.stitch import split_op_name
 from nano.layers.kernels import Kernels
 from nano.layers.native_kernels import NativeKernels
 from nano.layers.row_kernels import RowKernels

@@ -191,7 +191,7 @@ def test_another_model_at_the_same_path_has_pieces_of_its_own_and_the_log_says_w
     assert compiler.num_started == 1
     assert "the nearest differ in modules\n" in caplog.text
     caplog.clear()
-    monkeypatch.setenv("NANO_CPU_FLAGS", "-march=native -O3")
+    monkeypatch.setattr("nano.compile.request.cpu_flags", lambda: ("-march=native", "-O3"))
     with caplog.at_level("INFO", logger="nano"), engine(compiled.checkpoint):
         pass
     assert "the nearest differ in cpu_flags (-march=native, now -march=native -O3)" in caplog.text
@@ -360,6 +360,41 @@ def test_without_a_place_for_a_cache_an_engine_is_eager_with_one_warning(  # B10
         assert generate(llm) == golden
         assert model_forward(llm).mode == "eager"
     assert caplog.text.count("cannot be written to") == 1
+
+
+def test_without_a_home_an_engine_is_eager_with_one_warning(  # B108
+    own_cache, compiled, golden, monkeypatch, caplog
+):
+    monkeypatch.setattr("nano.compile.store.ArtifactStore.default", lambda: None)
+    with engine(compiled.checkpoint) as llm:
+        assert generate(llm) == golden
+        assert model_forward(llm).mode == "eager"
+    assert caplog.text.count("no home folder") == 1
+
+
+def test_without_a_compiler_and_with_empty_caches_everything_works_eagerly(  # B110
+    compiled, tmp_path
+):
+    program = (
+        "from nano import LLM, SamplingParams\n"
+        f"llm = LLM({str(compiled.checkpoint)!r}, compile_mode='auto', **{ENGINE_ARGS})\n"
+        "params = [SamplingParams(temperature=t, seed=1, max_tokens=4) for t in (0.0, 0.8)]\n"
+        "out = llm.generate([[1, 2, 3]] * 2, params, use_tqdm=False)\n"
+        "print([len(o.outputs[0].token_ids) for o in out])\n"
+    )
+    environment = os.environ | {
+        "CXX": "/bin/false",
+        "PATH": "/nowhere",
+        "NANO_COMPILE_MODE": "auto",
+        "XDG_CACHE_HOME": str(tmp_path / "empty"),
+        "TORCHINDUCTOR_CACHE_DIR": "/proc/x",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
+    assert done.stdout == "[4, 4]\n", done.stderr
+    assert done.stderr.count("compile mode: eager") == 1
+    assert "Traceback" not in done.stderr
 
 
 def test_stored_pieces_serve_from_a_place_that_cannot_be_written_to(

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from gguf import GGMLQuantizationType
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nano.config import EngineConfig, resolve
-from nano.errors import ConfigError
+from nano.errors import CheckpointError, ConfigError
 from nano.layers.kernels import TorchKernels
 from nano.layers.linear import Linear
 from nano.layers.native_kernels import NativeKernels
@@ -138,6 +139,16 @@ def test_memory_shrinks_with_the_scheme(tmp_path):
         sizes.append(sum(x.nbytes for weight in packed for x in weight.buffers(recurse=False)))
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > 1.9 * sizes[1] > 1.9 * 1.9 * sizes[2] > 1.9 * 1.9 * 1.5 * sizes[3]
+
+
+@pytest.mark.parametrize("scheme", WEIGHT_SCHEMES)
+def test_weights_that_no_scheme_can_hold_are_named(tmp_path, scheme):
+    folder = make_checkpoint(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = torch.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.down_proj: .*NaN"):
+        load(folder, quantization=scheme)
 
 
 def test_dummy_weights_take_every_scheme(checkpoint):

@@ -11,6 +11,7 @@ import torch
 from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 
+from nano import LLM, SamplingParams
 from nano.checkpoint import gguf_convert
 from nano.checkpoint.gguf_convert import convert_gguf
 from nano.checkpoint.quantization_config import GGUF_PACKED_TYPES
@@ -275,6 +276,24 @@ def test_a_packed_model_takes_the_memory_of_its_blocks(tmp_path):
         model = load(folder, kernels=NativeKernels())
         sizes.append(sum(x.nbytes for x in (*model.parameters(), *model.buffers())))
     assert sizes[0] < sizes[1] / 5
+
+
+def test_the_engine_generates_the_same_from_packed_weights(tmp_path):
+    """Tokens and logprobs to the last bit, prompts in chunks and several requests at once."""
+    packed, floats = gguf_folders(
+        tmp_path,
+        "qwen2",
+        "Q4_1",
+        other_types={"v_proj": GGMLQuantizationType.Q8_0},
+        overrides={"tie_word_embeddings": True},
+    )
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=8, logprobs=2, ignore_eos=True)
+    results = []
+    for folder, budget in ((packed, 16), (floats, 256)):
+        with LLM(folder, max_num_batched_tokens=budget, enable_prefix_caching=False) as llm:
+            outputs = llm.generate(["a first prompt, of some length", "b"], params, use_tqdm=False)
+        results.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
+    assert results[0] == results[1]
 
 
 def test_a_block_tensor_of_another_shape_is_refused(tmp_path):

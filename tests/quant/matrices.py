@@ -25,9 +25,7 @@ def affine4(
     return Affine4(q, scale, offset, group_size, order)
 
 
-def symmetric8(
-    shape: tuple[int, int], group_size: int, *, is_float16: bool = True
-) -> Symmetric8:
+def symmetric8(shape: tuple[int, int], group_size: int, *, is_float16: bool = True) -> Symmetric8:
     generator = torch.Generator().manual_seed(shape[0])
     scale = torch.rand(shape[0], -(-shape[1] // group_size), generator=generator) * 0.1
     if is_float16:

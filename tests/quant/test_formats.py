@@ -14,9 +14,7 @@ from nano.quant.int8_weight import W8A8Weight
 from tests.quant.matrices import affine4, biases, inputs, symmetric8
 
 pytestmark = pytest.mark.skipif(
-    not (
-        FloatWeight.is_available() and W4A8Weight.is_available() and W8A8Weight.is_available()
-    ),
+    not (FloatWeight.is_available() and W4A8Weight.is_available() and W8A8Weight.is_available()),
     reason="needs a C++ compiler",
 )
 
@@ -101,9 +99,7 @@ def test_the_parts_of_a_split_weight_lie_side_by_side():
     x = inputs(67)
     assert split.num_outputs == 390
     assert torch.equal(split(x), torch.cat([part(x) for part in split.parts], dim=1))
-    assert torch.equal(
-        split.dequantized(), torch.cat([part.dequantized() for part in split.parts])
-    )
+    assert torch.equal(split.dequantized(), torch.cat([part.dequantized() for part in split.parts]))
     with pytest.raises(ValueError, match=r"parts of \[67, 64\] inputs"):
         SplitWeight([split.parts[0], make("int8", (40, 64))])
 
