@@ -27,6 +27,7 @@ from nano.attention.op import ForwardContext, forward_context
 from nano.attention.select import select_backend
 from nano.checkpoint.hf_config import load_decoder_config
 from nano.checkpoint.locate import locate_model
+from nano.device import make_device
 from nano.layers.linear import Linear
 from nano.layers.select import select_kernels
 from nano.models.decoder import Decoder
@@ -38,7 +39,7 @@ UNQUANTISED, BFLOAT16_KV = "unquantised", "bfloat16 KV"
 SCHEMES = ("bfloat16", "int8", "w8a8", "int4", "w4a8", BFLOAT16_KV)
 CHUNK = 256  # positions whose logits exist at once
 BLOCK_SIZE = 16
-CPU = torch.device("cpu")
+CPU = make_device("cpu").torch_device  # sets the threads as the engine does
 
 
 class Continuation:

@@ -154,7 +154,12 @@ def main() -> None:
     parser.add_argument("options", nargs="*", help="option=value of the engine")
     args = parser.parse_args()
     options = dict(option.split("=", 1) for option in args.options)
-    settings = {"max_model_len": 1024, "num_gpu_blocks_override": 64, "startup": "compiled-first"}
+    settings = {
+        "max_model_len": 1024,
+        "num_gpu_blocks_override": 64,
+        "max_num_batched_tokens": 512,
+        "startup": "compiled-first",
+    }
     config = resolve(EngineConfig.from_args({"model": args.model} | settings | options))
     stepper = Stepper(config)
     report(stepper, measure(stepper.worker.device.num_threads), args.rows, args.repeats)

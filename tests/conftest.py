@@ -4,6 +4,6 @@ import os
 
 # A spinning OpenMP thread makes a shared machine fifty times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# "auto" would start a compiler for every tiny model; tests of compiled pieces ask for them. Set it to
-# "compiled" to run all others so, too.
+# "auto" would start a compiler for every tiny model, so tests of compiled pieces ask for them. With
+# "compiled" in the environment all other tests run so, too.
 os.environ.setdefault("NANO_COMPILE_MODE", "eager")

@@ -15,7 +15,7 @@ float32) the same weights are kept as floats.
 """
 
 from collections.abc import Sequence
-from typing import Literal, cast, get_args
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,15 +26,18 @@ from nano.layers.kernels import Kernels, TorchKernels
 from nano.layers.linear import Linear
 from nano.layers.native_kernels import NativeKernels
 from nano.layers.packed_weight import PackedWeight
+from nano.log import get_logger
 from nano.quant.formats import SplitWeight, pack
 from nano.quant.quantized_weight import QuantizedWeight
 from nano.quant.records import Affine4, Record, Symmetric8
-from nano.quant.schemes import quantize
+from nano.quant.schemes import SCHEMES, Scheme, quantize
 
-Scheme = Literal["int8", "w8a8", "int4", "w4a8", "bfloat16"]
+logger = get_logger(__name__)
+
+OnlineScheme = Scheme | Literal["bfloat16"]
 Matrix = Tensor | Record
 
-_OUTPUT_SCHEME: dict[Scheme, Scheme] = {
+_OUTPUT_SCHEME: dict[OnlineScheme, OnlineScheme] = {
     "int8": "int8",
     "w8a8": "int8",
     "int4": "int8",
@@ -43,7 +46,7 @@ _OUTPUT_SCHEME: dict[Scheme, Scheme] = {
 }
 _ACTIVATION_SCHEMES = ("w8a8", "w4a8")
 # Records of these kinds need no second rounding to be what the scheme asks for.
-_KEPT_RECORDS: dict[Scheme, type[Record]] = {
+_KEPT_RECORDS: dict[OnlineScheme, type[Record]] = {
     "int8": Symmetric8,
     "int4": Affine4,
     "w4a8": Affine4,
@@ -65,7 +68,9 @@ class WeightStorage:
         kernels: Kernels,
     ):
         """Raises `ConfigError` for a scheme that needs kernels where there are none."""
-        self._scheme = cast(Scheme, quantization) if quantization in get_args(Scheme) else None
+        self._scheme: OnlineScheme | None = None
+        if quantization in (*SCHEMES, "bfloat16"):
+            self._scheme = cast(OnlineScheme, quantization)
         self._dtype = dtype
         self._device = device
         self._kernels = kernels
@@ -76,6 +81,12 @@ class WeightStorage:
             raise ConfigError(
                 f"quantization={quantization} rounds activations too, which only the native "
                 "kernels do: they need a C++ compiler and dtype float32. int8 and int4 do without"
+            )
+
+        if quantization not in (None, "bfloat16") and not self._is_native:
+            logger.info(
+                "quantized weights are kept as the floats they stand for: their kernels need a "
+                "C++ compiler and dtype float32"
             )
 
     def fill_linear(
@@ -116,7 +127,7 @@ class WeightStorage:
         return nn.Parameter(self._moved(tensor), requires_grad=False)
 
     def _packed(
-        self, shards: Sequence[Matrix], bias: Tensor | None, scheme: Scheme | None
+        self, shards: Sequence[Matrix], bias: Tensor | None, scheme: OnlineScheme | None
     ) -> PackedWeight | None:
         """The shards on kernels for records; None if they are to be floats."""
         if not self._is_native or scheme == "bfloat16":
@@ -135,7 +146,7 @@ class WeightStorage:
             start = end
         return packed[0] if len(packed) == 1 else SplitWeight(packed)
 
-    def _fused(self, shards: Sequence[Matrix], scheme: Scheme | None) -> nn.Parameter:
+    def _fused(self, shards: Sequence[Matrix], scheme: OnlineScheme | None) -> nn.Parameter:
         """The shards as one float matrix of the values that `scheme` leaves."""
         floats = [_as_floats(_as_scheme(shard, scheme)) for shard in shards]
         dtype = self._dtype
@@ -150,7 +161,7 @@ class WeightStorage:
         return tensor.to(self._device, self._dtype, copy=True)
 
 
-def _as_scheme(matrix: Matrix, scheme: Scheme | None) -> Matrix:
+def _as_scheme(matrix: Matrix, scheme: OnlineScheme | None) -> Matrix:
     """The matrix with the precision that the scheme leaves it."""
     if scheme is None:
         return matrix

@@ -6,12 +6,12 @@
 #include "threads.h"
 
 #include <sched.h>
-#include <sys/resource.h>
 #include <time.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <system_error>
 #include <thread>
 
 #if defined(__linux__)
@@ -24,11 +24,16 @@ namespace {
 
 constexpr int INDEX_BITS = 20;
 constexpr uint64_t INDEX_MASK = (1u << INDEX_BITS) - 1;
-constexpr long SPIN_NS = 300 * 1000;              // covers what lies between two kernels of a step
-constexpr long POLITE_NS = 100 * 1000 * 1000;     // no spinning for so long once preempted
-constexpr int SPINS_PER_LOOK = 64;                // pauses between two looks at the clock
-constexpr int CHECK_EVERY = 16;                   // jobs between two looks at the preemption count
-constexpr long PREEMPTIONS = 2;                   // within CHECK_EVERY jobs: the machine is contended
+constexpr long SPIN_NS = 300 * 1000;           // covers what lies between two kernels of a step
+constexpr long HOLD_NS = 10 * 1000;            // of that, without offering the core to others
+constexpr int SPINS_PER_LOOK = 64;             // pauses between two looks at the clock
+constexpr long STALL_NS = 50 * 1000;           // nobody waits so much longer for a task than it takes, unless
+                                               // its thread has lost its core to another process
+constexpr long LOST_NS = 2000 * 1000;          // lost by stalls beyond one part of the time in
+constexpr long TOLERATED = 5;                  // TOLERATED: cores are left to others
+constexpr long MIN_POLITE_NS = 20 * 1000000;   // for so long, and twice as long each time if it soon
+constexpr long MAX_POLITE_NS = 640 * 1000000;  // happens again
+constexpr long POLITE_WAKE_NS = 200 * 1000;    // meanwhile only jobs that take longer wake anybody
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -44,17 +49,6 @@ long now_ns() {
   return t.tv_sec * 1000000000L + t.tv_nsec;
 }
 
-// How often this thread lost its core to another process.
-long preemptions() {
-#if defined(RUSAGE_THREAD)
-  rusage usage;
-  getrusage(RUSAGE_THREAD, &usage);
-  return usage.ru_nivcsw;
-#else
-  return 0;
-#endif
-}
-
 struct alignas(64) Pool {
   std::atomic<uint64_t> ticket{0};  // job number | num_tasks | next task
   alignas(64) std::atomic<long> num_done{0};
@@ -65,6 +59,7 @@ struct alignas(64) Pool {
   std::atomic<int> num_threads{1};
   std::atomic<int> num_started{1};  // threads that exist, the caller included
   std::atomic<long> polite_until{0};
+  long polite_ns = 0, lost_ns = 0, last_stall = 0;  // of whoever holds is_busy
   std::atomic<bool> is_busy{false};
 };
 
@@ -93,54 +88,79 @@ bool has_work(uint64_t ticket) {
   return (ticket & INDEX_MASK) < ((ticket >> INDEX_BITS) & INDEX_MASK);
 }
 
-// Claim and run tasks of the open job until none is left.
-void work(Pool& p) {
+bool is_polite(Pool& p, long now) { return now < p.polite_until.load(std::memory_order_relaxed); }
+
+void wake_workers(Pool& p) {
+  if (!p.num_asleep.load(std::memory_order_seq_cst)) return;
+  p.wakeups.fetch_add(1, std::memory_order_release);
+  wake_all(p.wakeups);
+}
+
+// Claim and run tasks of the open job until none is left; how many it were. While some are left after a
+// task, `meanwhile` is called.
+template <class Meanwhile>
+long work(Pool& p, Meanwhile meanwhile) {
+  long num_run = 0;
   uint64_t ticket = p.ticket.load(std::memory_order_acquire);
   while (has_work(ticket)) {
     if (!p.ticket.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) continue;
     // The job stays open until this task is counted, so body and arg are its own.
     p.body(p.arg, (long)(ticket & INDEX_MASK));
+    num_run++;
     p.num_done.fetch_add(1, std::memory_order_acq_rel);
     ticket = p.ticket.load(std::memory_order_acquire);
+    if (has_work(ticket)) meanwhile();
   }
+  return num_run;
 }
 
-// Counts preemptions of the calling thread; says when they are too many.
-struct Courtesy {
-  long seen = preemptions();
-  int jobs = 0;
+// A job waited `waited` for a thread that another process had stopped in the middle of a task. If that
+// goes on, the caller had better compute alone for some time.
+void note_stall(Pool& p, long now, long waited) {
+  p.lost_ns = std::max(0L, p.lost_ns - (now - p.last_stall) / TOLERATED) + waited;
+  p.last_stall = now;
+  if (p.lost_ns < LOST_NS) return;
+  const bool is_again = now - p.polite_until.load(std::memory_order_relaxed) < p.polite_ns;
+  p.polite_ns = is_again ? std::min(2 * p.polite_ns, MAX_POLITE_NS) : MIN_POLITE_NS;
+  p.polite_until.store(now + p.polite_ns, std::memory_order_relaxed);
+  p.lost_ns = 0;
+}
 
-  void look(Pool& p) {
-    if (++jobs % CHECK_EVERY) return;
-    const long count = preemptions();
-    if (count - seen >= PREEMPTIONS) p.polite_until.store(now_ns() + POLITE_NS);
-    seen = count;
-  }
-};
-
-// Spin until `is_over`, at most SPIN_NS, and not at all while the machine is contended.
+// Spin until `is_over`; false after `most_ns`. Who else wants this core, perhaps the very thread that is
+// waited for, soon gets it.
 template <class IsOver>
-bool spin(Pool& p, IsOver is_over) {
+bool spin(long most_ns, IsOver is_over) {
   const long start = now_ns();
-  if (start < p.polite_until.load(std::memory_order_relaxed)) return is_over();
-  do {
+  for (long spent = 0; spent < most_ns; spent = now_ns() - start) {
     for (int i = 0; i < SPINS_PER_LOOK; i++) {
       if (is_over()) return true;
       pause();
     }
-  } while (now_ns() - start < SPIN_NS);
-  return false;
+    if (spent > HOLD_NS) sched_yield();
+  }
+  return is_over();
+}
+
+// Wait until every task is done. What is left is in other threads' hands.
+template <class IsOver>
+void wait(Pool& p, long start, long num_own, IsOver is_over) {
+  if (is_over()) return;
+  const long since = now_ns();
+  while (!spin(SPIN_NS, is_over)) {
+  }
+  // Tasks may be long by themselves: the caller's own tell how long.
+  const long now = now_ns(), waited = now - since;
+  if (num_own && waited > STALL_NS + 2 * (since - start) / num_own) note_stall(p, now, waited);
 }
 
 void worker_loop(int index) {
   Pool& p = pool();
-  Courtesy courtesy;
   for (;;) {
     const bool is_used = index < p.num_threads.load(std::memory_order_relaxed);
     if (is_used) {
-      work(p);
-      courtesy.look(p);
-      if (spin(p, [&] { return has_work(p.ticket.load(std::memory_order_relaxed)); })) continue;
+      work(p, [] {});
+      const long most_ns = is_polite(p, now_ns()) ? 0 : SPIN_NS;
+      if (spin(most_ns, [&] { return has_work(p.ticket.load(std::memory_order_relaxed)); })) continue;
     }
     const uint32_t seen = p.wakeups.load(std::memory_order_acquire);
     p.num_asleep.fetch_add(1, std::memory_order_seq_cst);
@@ -154,12 +174,17 @@ void worker_loop(int index) {
 
 extern "C" {
 
-// Compute on `num_threads` threads from now on, the caller's included. Not during a job.
+// Compute on `num_threads` threads from now on, the caller's included; on fewer if the system has no more.
+// Not during a job.
 void nano_set_num_threads(int num_threads) {
   Pool& p = pool();
-  p.num_threads.store(std::max(1, num_threads));
-  while (p.num_started.load() < p.num_threads.load())
-    std::thread(worker_loop, p.num_started.fetch_add(1)).detach();
+  int num_started = p.num_started.load();
+  try {
+    for (; num_started < num_threads; num_started++) std::thread(worker_loop, num_started).detach();
+  } catch (const std::system_error&) {
+  }
+  p.num_started.store(num_started);
+  p.num_threads.store(std::clamp(num_threads, 1, num_started));
 }
 
 int nano_num_threads() { return pool().num_threads.load(std::memory_order_relaxed); }
@@ -172,23 +197,21 @@ void nano_parallel_for(long num_tasks, void (*body)(void*, long), void* arg) {
     for (long task = 0; task < num_tasks; task++) body(arg, task);
     return;
   }
-  static thread_local Courtesy courtesy;
   p.body = body;
   p.arg = arg;
   p.num_done.store(0, std::memory_order_relaxed);
   const uint64_t job = (p.ticket.load(std::memory_order_relaxed) >> (2 * INDEX_BITS)) + 1;
   p.ticket.store(job << (2 * INDEX_BITS) | (uint64_t)num_tasks << INDEX_BITS,
                  std::memory_order_seq_cst);
-  if (p.num_asleep.load(std::memory_order_seq_cst)) {
-    p.wakeups.fetch_add(1, std::memory_order_release);
-    wake_all(p.wakeups);
-  }
-  work(p);
-  // What is left is in another thread's hands; if that thread lost its core, so may we.
-  auto is_over = [&] { return p.num_done.load(std::memory_order_acquire) == num_tasks; };
-  while (!is_over())
-    if (!spin(p, is_over)) sched_yield();
-  courtesy.look(p);
+  const long start = now_ns();
+  bool has_woken = !is_polite(p, start);
+  if (has_woken) wake_workers(p);
+  const long num_own = work(p, [&] {
+    if (has_woken || now_ns() - start < POLITE_WAKE_NS) return;
+    wake_workers(p);
+    has_woken = true;
+  });
+  wait(p, start, num_own, [&] { return p.num_done.load(std::memory_order_acquire) == num_tasks; });
   p.is_busy.store(false, std::memory_order_release);
 }
 }

@@ -32,6 +32,7 @@ def set_num_threads(num_threads: int | None = None) -> int:
     else:
         torch.set_num_threads(1)
         pool.nano_set_num_threads(num_threads)
+        num_threads = pool.nano_num_threads()
     logger.info(
         "threads: %d of %s (%s)",
         num_threads,

@@ -67,12 +67,15 @@ struct Tile {
 
   // Eight inputs of each row.
   template <int ROWS, int VECTORS>
-  static NANO_INLINE void add_word(const uint32_t* words, const int8_t* inputs, IntVec (&sums)[VECTORS][ROWS]) {
+  static NANO_INLINE void add_word(const uint32_t* words, const int8_t* inputs,
+                                   IntVec (&sums)[VECTORS][ROWS]) {
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++) {
-      const WordVec both = load(words + v * LANES), low = both & 0x0f0f0f0fu, high = both >> 4 & 0x0f0f0f0fu;
+      const WordVec both = load(words + v * LANES);
+      const WordVec low = both & 0x0f0f0f0fu, high = both >> 4 & 0x0f0f0f0fu;
 #pragma GCC unroll 8
-      for (int r = 0; r < ROWS; r++) sums[v][r] = dot_unsigned(sums[v][r], low, broadcast_word(inputs + 4 * r));
+      for (int r = 0; r < ROWS; r++)
+        sums[v][r] = dot_unsigned(sums[v][r], low, broadcast_word(inputs + 4 * r));
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; r++)
         sums[v][r] = dot_unsigned(sums[v][r], high, broadcast_word(inputs + 4 * (ROWS + r)));

@@ -15,6 +15,8 @@ constexpr int vectors_at_once(int rows) {
   return !HAS_DOTS ? 1 : rows == 1 ? 8 : rows == 2 ? 4 : 2;
 }
 
+constexpr long LINE_WORDS = 16;  // of a cache line
+
 struct Tile {
   static constexpr int MAX_ROWS = LANES == 16 ? 6 : HAS_DOTS ? 4 : 1;
 
@@ -26,27 +28,29 @@ struct Tile {
   template <int ROWS>
   void run(const QuantizedRows& x, long row, long output) const {
     constexpr int VECTORS = vectors_at_once(ROWS), PASSES = PANEL_VECTORS / VECTORS;
-    // Several passes share a stretch that stays in the first-level cache.
+    // Several passes share a stretch that stays in the first-level cache, and fetch the next one.
     const long stretch = PASSES == 1 ? num_words : 32;
     const uint32_t* panel = words + output * num_words;
     const int8_t* inputs = x.q.get() + row * x.num_words * 4;
     IntVec sums[PASSES][VECTORS][ROWS] = {};
     for (long word = 0; word < num_words; word += stretch)
       for (int p = 0; p < PASSES; p++)
-        add(panel + word * PANEL + p * VECTORS * LANES, inputs + word * ROWS * 4,
-            std::min(stretch, num_words - word), sums[p]);
+        add<PASSES>(panel + word * PANEL + p * VECTORS * LANES, inputs + word * ROWS * 4,
+                    panel + (word + stretch) * PANEL + p * stretch * VECTORS * LANES,
+                    std::min(stretch, num_words - word), sums[p]);
     for (int p = 0; p < PASSES; p++)
       if (const long at = output + p * VECTORS * LANES; at < ops.N) finish(x, row, at, sums[p]);
   }
 
-  template <int ROWS, int VECTORS>
-  static NANO_INLINE void add(const uint32_t* words, const int8_t* inputs, long count,
+  template <int PASSES, int ROWS, int VECTORS>
+  static NANO_INLINE void add(const uint32_t* words, const int8_t* inputs, const uint32_t* next, long count,
                               IntVec (&carried)[VECTORS][ROWS]) {
     IntVec sums[VECTORS][ROWS];  // a copy, which is kept in registers
     std::memcpy(sums, carried, sizeof sums);
-    for (long word = 0; word < count; word++, words += PANEL, inputs += ROWS * 4)
+    for (long word = 0; word < count; word++, words += PANEL, inputs += ROWS * 4, next += VECTORS * LANES)
 #pragma GCC unroll 8
       for (int v = 0; v < VECTORS; v++) {
+        if (PASSES > 1 && v * LANES % LINE_WORDS == 0) __builtin_prefetch(next + v * LANES);
         const WordVec w = dot_operand(load(words + v * LANES));
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) sums[v][r] = dot_signed(sums[v][r], w, broadcast_word(inputs + r * 4));

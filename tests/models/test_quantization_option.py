@@ -118,6 +118,12 @@ def test_without_kernels_schemes_that_round_activations_are_refused(checkpoint, 
         load(checkpoint, quantization=scheme, kernels=kernels)
 
 
+def test_that_quantised_weights_are_kept_as_floats_is_logged(checkpoint, caplog):
+    with caplog.at_level("INFO", logger="nano"):
+        load(checkpoint, quantization="int8")
+    assert "kept as the floats they stand for" in caplog.text
+
+
 def test_norms_and_biases_keep_their_precision(checkpoint):
     model, floats = load(checkpoint, quantization="bfloat16"), load(checkpoint)
     num_compared = 0
@@ -184,6 +190,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
         ("awq", None, "awq"),
         ("awq", "awq", "awq"),
         ("awq", "bfloat16", "bfloat16"),
+        ("awq", "w4a8", "w4a8"),
         ("gptq", None, "gptq"),
         ("gptq", "gptq", "gptq"),
         ("gguf", None, "gguf"),

@@ -154,6 +154,29 @@ def test_the_configuration_may_stand_in_a_file_of_its_own(tmp_path, method):
     assert_runs_as(tmp_path / "int4", reference)
 
 
+@needs_compiler
+@pytest.mark.parametrize(
+    ("stored", "scheme", "kind"),
+    [("awq", "w4a8", "w4a8"), ("Q4_1", "int4", "int4"), ("Q8_0", "int8", "int8")],
+)
+def test_matrices_that_have_the_bits_of_a_scheme_are_not_rounded_again(
+    tmp_path, stored, scheme, kind
+):
+    if stored == "awq":
+        source = make_checkpoint(tmp_path / "source")
+        reference = write_int4(source, tmp_path / "awq", AWQ, awq_tensors)
+        folder = tmp_path / "awq"
+    else:
+        folder, reference = gguf_folders(tmp_path, "llama", stored)
+    model = load(folder, quantization=scheme, kernels=NativeKernels())
+    expected = matrices(load(reference))
+    compared = {path: weight for path, weight in matrices(model).items() if path != "lm_head"}
+    assert len(compared) >= 4
+    for path, weight in compared.items():
+        assert torch.equal(weight, expected[path]), path
+    assert kind in formats(model)
+
+
 def test_a_tied_model_ignores_a_stray_quantised_lm_head(tmp_path):
     source = make_checkpoint(tmp_path / "source", tie_word_embeddings=True)
     reference = write_int4(source, tmp_path / "awq", AWQ, awq_tensors)
