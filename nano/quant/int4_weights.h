@@ -34,7 +34,7 @@ struct Int4Weights {
 
   struct Column {
     const uint32_t* words;
-    Vec scale, high_scale, offset;  // high_scale: for a digit sixteen times too large
+    Vec scale, high_scale, offset;  // high_scale: for a digit times sixteen; exact, as no scale is denormal
   };
 
   NANO_INLINE Column column(long output, long k) const {
