@@ -10,8 +10,8 @@
 | split | several of these over consecutive outputs | | theirs, side by side |
 
 Where float32 multiplies, a step of one row waits for memory, one of five for the multipliers. The
-two with 8-bit activations take several times less per row, so that five rows cost about as much as
-one: they are for speculation and long prompts, and what they cost is the activations' rounding.
+two with 8-bit activations take several times less per row: they are for speculation and long
+prompts, and what they cost is the activations' rounding.
 """
 
 from collections.abc import Iterable, Sequence

@@ -70,8 +70,8 @@ class Int4Weight(QuantizedWeight):
 class W4A8Weight(Int4Weight):
     """The same weights times activations of 8 bits, with one scale for 32 neighbours of a row.
 
-    Several times as fast with many rows, and as fast with five as with one. What it costs is the
-    rounding of the activations: see docs/log.md.
+    Several times as fast with many rows. What it costs is the rounding of the activations: see
+    docs/log.md.
     """
 
     format = "w4a8"
