@@ -154,8 +154,7 @@ class EngineCore:
 
 def build_core(config: EngineConfig) -> EngineCore:
     """A core with the worker that a resolved `config` asks for."""
-    kernels = build_kernels(config)
+    build_kernels(config)
     from nano.worker.executor import make_executor  # torch: seconds
 
-    kernels.join()
     return EngineCore(config, make_executor(config))

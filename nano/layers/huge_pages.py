@@ -28,7 +28,8 @@ def move_to_huge_pages(model: nn.Module) -> None:
                 num_bytes += -(-buffer.nbytes // _ALIGNMENT) * _ALIGNMENT
     if not num_bytes:
         return
-    region = mmap.mmap(-1, num_bytes)  # lives as long as a tensor in it
+    # Private, because shared memory has no huge pages. It lives as long as a tensor in it.
+    region = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         region.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(region, dtype=torch.uint8)

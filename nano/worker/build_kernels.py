@@ -1,20 +1,31 @@
 """build_kernels: our C++ compiled while Python is still importing torch. Torch-free."""
 
+import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from nano.config import EngineConfig
 from nano.native.build import build_all
 
 _NANO = Path(__file__).parent.parent
+_FOLDERS = ("layers", "attention", "sampling")  # in the order in which a worker asks
 
 
 def build_kernels(config: EngineConfig) -> threading.Thread:
-    """Begin to compile what a worker for `config` will load, where the cache does not have it."""
-    folders = ["attention", "layers", "sampling"]
-    if config.model.quantization is not None:
-        folders.append("quant")
+    """Begin to compile what a worker for `config` will load, where the cache does not have it.
+
+    Nobody need wait for the thread: whoever loads a library waits for its own compilation.
+    """
+    folders = _FOLDERS if config.model.quantization is None else ("quant", *_FOLDERS)
     sources = [file for folder in folders for file in sorted((_NANO / folder).glob("*.cpp"))]
-    thread = threading.Thread(target=build_all, args=(sources,), daemon=True)
+    thread = threading.Thread(target=_build, args=(sources,), name="build-kernels", daemon=True)
     thread.start()
     return thread
+
+
+def _build(sources: list[Path]) -> None:
+    """As many at once as there are cores: more would only make the first ones wait."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for _ in pool.map(lambda source: build_all([source]), sources):
+            pass

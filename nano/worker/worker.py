@@ -39,7 +39,7 @@ from nano.worker.step_probe import StepProbe
 logger = get_logger(__name__)
 
 # Of a step's time, slept while a child compiles: an engine that never rests would starve it.
-_DONATED_SHARE = 0.15
+_DONATED_SHARE = 0.05
 _CPU_MEMORY_FRACTION = 0.4  # main memory is shared with everything else on the machine
 
 
