@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from nano.compile.artifact import RUNTIME
 from nano.compile.piecewise import Piece
@@ -89,10 +88,20 @@ def _code_only() -> Iterator[list[str]]:
 
     codes: list[str] = []
     with (
-        mock.patch.object(GraphLowering, "save_output_code", codes.append),
-        mock.patch.object(AsyncCompile, "cpp_pybinding", return_value=None),
+        _replaced(GraphLowering, "save_output_code", codes.append),
+        _replaced(AsyncCompile, "cpp_pybinding", lambda *args: None),
     ):
         yield codes
+
+
+@contextmanager
+def _replaced(owner: type, name: str, value: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
 
 
 def extract(code: str, name: str, num_inputs: int) -> PieceCode:

@@ -48,7 +48,7 @@ constexpr bool HAS_OPERAND_FACTORS = false;
 // ---- few rows ----
 
 constexpr long PASS_STEPS = 32;        // steps of a panel that stay in the first-level cache for all passes
-constexpr long MIN_WEIGHTS = 1 << 15;  // a task should multiply so many, or claiming it costs more
+constexpr long MIN_WEIGHTS = 1 << 14;  // a task should multiply so many, or claiming it costs more
 
 // Vectors of a panel that one pass takes: as many as there are registers for.
 constexpr int vectors_at_once(int rows) {
@@ -65,10 +65,10 @@ constexpr int factor_sharers(int rows, int vectors, int step) {
 }
 
 // One pass: ROWS rows x [input][ROWS] times VECTORS vectors of outputs, inputs [k, k_end), onto `carried`.
-// It fetches as many bytes as it reads, from `next` on.
+// It fetches as many bytes as it reads, from `next` on: with each step, `next_step` bytes further.
 template <class W, int ROWS, int VECTORS>
 NANO_INLINE void pass(const W& weights, const float* x, long output, long k, long k_end,
-                      const char* next, Vec (&carried)[VECTORS][ROWS]) {
+                      const char* next, long next_step, Vec (&carried)[VECTORS][ROWS]) {
   constexpr int STEP = W::STEP, SHARERS = factor_sharers(ROWS, VECTORS, STEP);
   Vec sums[VECTORS][ROWS];  // a copy, which is kept in registers
   std::memcpy(sums, carried, sizeof sums);
@@ -77,7 +77,7 @@ NANO_INLINE void pass(const W& weights, const float* x, long output, long k, lon
     typename W::Column columns[VECTORS];
 #pragma GCC unroll 16
     for (int v = 0; v < VECTORS; v++) columns[v] = weights.column(output + v * LANES, k);
-    for (; k < end; k += STEP, next += VECTORS * LANES * 4)
+    for (; k < end; k += STEP, next += next_step)
 #pragma GCC unroll 16
       for (int v = 0; v < VECTORS; v += SHARERS) {
         if (v * LANES * 4 % LINE == 0) __builtin_prefetch(next + v * LANES * 4);
@@ -111,24 +111,29 @@ static __attribute__((noinline)) void last_inputs(const W& weights, const float*
   }
 }
 
-// All ROWS rows times the panel at `output`.
+// All ROWS rows times the outputs [output, end), a panel or a half of one that takes passes of its own.
 template <class W, int ROWS>
-static void few_rows(const W& weights, const Operands& ops, const float* x, long output) {
-  constexpr int STEP = W::STEP, VECTORS = vectors_at_once(ROWS), PASSES = PANEL_VECTORS / VECTORS;
-  Vec sums[PASSES][VECTORS][ROWS] = {};
-  // Several passes share a stretch that stays in the cache, and each fetches its part of the next one.
+static void few_rows(const W& weights, const Operands& ops, const float* x, long output, long end) {
+  constexpr int STEP = W::STEP, VECTORS = vectors_at_once(ROWS), MAX_PASSES = PANEL_VECTORS / VECTORS;
+  constexpr long WIDTH = VECTORS * LANES;
+  Vec sums[MAX_PASSES][VECTORS][ROWS] = {};
+  // Several passes share a stretch that stays in the cache. Each fetches its part of the next stretch, so
+  // that memory is read as one stream; alone, half a panel fetches what it will read itself.
+  const int passes = (int)((end - output) / WIDTH);
   const long whole = ops.K / STEP * STEP;
-  const long stretch = PASSES == 1 ? whole : PASS_STEPS * STEP;
-  const long ahead = PASSES == 1 ? PREFETCH_BYTES : PASS_STEPS * PANEL * 4;
+  const long stretch = MAX_PASSES == 1 ? whole : PASS_STEPS * STEP;
+  const long ahead = MAX_PASSES == 1 ? PREFETCH_BYTES : PASS_STEPS * PANEL * 4;
+  const long next_step = passes == MAX_PASSES ? WIDTH * 4 : PANEL * 4;
+  const long next_pass = passes == MAX_PASSES ? ahead / MAX_PASSES : WIDTH * 4;
   for (long k = 0; k < whole; k += stretch) {
     const uint32_t* words = weights.column(output, k).words + k / STEP * PANEL;
     const char* next = reinterpret_cast<const char*>(words) + ahead;
-    for (int p = 0; p < PASSES; p++)
-      pass(weights, x, output + p * VECTORS * LANES, k, std::min(k + stretch, whole),
-           next + p * ahead / PASSES, sums[p]);
+    for (int p = 0; p < passes; p++)
+      pass(weights, x, output + p * WIDTH, k, std::min(k + stretch, whole), next + p * next_pass, next_step,
+           sums[p]);
   }
-  for (int p = 0; p < PASSES; p++) {
-    const long at = output + p * VECTORS * LANES;
+  for (int p = 0; p < passes; p++) {
+    const long at = output + p * WIDTH;
     if (whole < ops.K) last_inputs(weights, x, at, whole, ops.K - whole, sums[p]);
     if (at < ops.N) store_sums(ops, 0, at, sums[p], true);
   }
@@ -137,6 +142,20 @@ static void few_rows(const W& weights, const Operands& ops, const float* x, long
 template <class W, size_t... Row>
 constexpr auto few_rows_table(std::index_sequence<Row...>) {
   return std::array{&few_rows<W, (int)Row + 1>...};
+}
+
+// Run body(output, end) over the panels that N outputs take, and over parts of one where threads share it.
+// A task is `parts` parts.
+template <class Body>
+static void for_outputs(long N, long part, long parts, Body body) {
+  const long width = part * parts, all = (N + part - 1) / part * part;
+  parallel_for_ranges((all + width - 1) / width, [&](long first, long last) {
+    const long end = std::min(last * width, all);
+    for (long output = first * width, next; output < end; output = next) {
+      next = std::min((output / PANEL + 1) * PANEL, end);
+      body(output, next);
+    }
+  });
 }
 
 template <class W>
@@ -149,12 +168,9 @@ static void linear_of_few(const W& weights, const Operands& ops) {
     copy_rows(ops, 0, ops.M, copy);
     x = copy;
   }
-  const long num_panels = (ops.N + PANEL - 1) / PANEL;
-  const long step = std::max<long>(1, MIN_WEIGHTS / (PANEL * std::max<long>(1, ops.K)));
-  parallel_for((num_panels + step - 1) / step, [&](long task) {
-    for (long panel = task * step; panel < std::min((task + 1) * step, num_panels); panel++)
-      kernel(weights, ops, x, panel * PANEL);
-  });
+  const long part = vectors_at_once((int)ops.M) == PANEL_VECTORS ? PANEL : PANEL / 2;
+  const long parts = std::max<long>(1, MIN_WEIGHTS / (part * std::max<long>(1, ops.K)));
+  for_outputs(ops.N, part, parts, [&](long output, long end) { kernel(weights, ops, x, output, end); });
 }
 
 // ---- many rows ----
@@ -237,10 +253,10 @@ struct Tiles {
   long size(long tile) const { return start(tile + 1) - start(tile); }
 };
 
-// The tiles [first, last) of a block of copied rows, times the panel at `output`.
+// The tiles [first, last) of a block of copied rows, times the outputs [output, end) of one panel.
 template <class W>
 static void many_rows(const W& weights, const Operands& ops, const float* copy, long first_row,
-                      const Tiles& tiles, long first, long last, long output) {
+                      const Tiles& tiles, long first, long last, long output, long end) {
   static constexpr auto KERNELS = tile_table(std::make_index_sequence<TILE_ROWS>());
   alignas(64) float scratch[MAX_CHUNK * TILE_VECTORS * LANES];
   const long max_chunk = last - first < MANY_TILES ? MAX_CHUNK / 4 : MAX_CHUNK;
@@ -252,7 +268,7 @@ static void many_rows(const W& weights, const Operands& ops, const float* copy, 
     const long count = std::min(chunk_size, ops.K - k);
     const uint32_t* words = weights.column(output, k).words + (k + count) / W::STEP * PANEL;
     const char* next = reinterpret_cast<const char*>(words);
-    for (long at = output; at < std::min(output + PANEL, ops.N); at += TILE_VECTORS * LANES) {
+    for (long at = output; at < std::min(end, ops.N); at += TILE_VECTORS * LANES) {
       decode_chunk(weights, at, k, count, scratch);
       for (long tile = first; tile < last; tile++) {
         const long start = tiles.start(tile), size = tiles.size(tile);
@@ -268,7 +284,6 @@ static void many_rows(const W& weights, const Operands& ops, const float* copy, 
 
 template <class W>
 static void linear_of_many(const W& weights, const Operands& ops) {
-  const long num_panels = (ops.N + PANEL - 1) / PANEL;
   for (long row = 0; row < ops.M; row += ROW_BLOCK) {
     const Tiles tiles(std::min(ROW_BLOCK, ops.M - row));
     float* copy = copy_memory(tiles.num_rows * ops.K);
@@ -276,14 +291,19 @@ static void linear_of_many(const W& weights, const Operands& ops) {
       const long start = tiles.start(tile);
       copy_rows(ops, row + start, tiles.size(tile), copy + start * ops.K);
     });
-    // Outputs are cut first, so that weights are decoded once; rows only if that leaves too few tasks.
-    const long wanted = TASKS_PER_THREAD * nano_num_threads();
-    const long cuts = std::clamp<long>((wanted + num_panels - 1) / num_panels, 1, tiles.count);
-    parallel_for(num_panels * cuts, [&](long task) {
-      const long cut = task % cuts;
-      many_rows(weights, ops, copy, row, tiles, tiles.count * cut / cuts, tiles.count * (cut + 1) / cuts,
-                task / cuts * PANEL);
-    });
+    const auto multiply = [&](long first, long last, long output, long end) {
+      many_rows(weights, ops, copy, row, tiles, first, last, output, end);
+    };
+    constexpr long PART = PANEL / 2;
+    const long num_parts = (ops.N + PART - 1) / PART, wanted = TASKS_PER_THREAD * nano_num_threads();
+    const long cuts = std::min((wanted + num_parts - 1) / num_parts, tiles.count);
+    if (cuts == 1)
+      for_outputs(ops.N, PART, 1, [&](long output, long end) { multiply(0, tiles.count, output, end); });
+    else  // outputs alone make too few tasks: each decodes its weights for some of the rows
+      parallel_for(num_parts * cuts, [&](long task) {
+        const long cut = task % cuts, output = task / cuts * PART;
+        multiply(tiles.count * cut / cuts, tiles.count * (cut + 1) / cuts, output, output + PART);
+      });
   }
 }
 

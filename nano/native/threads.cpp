@@ -52,7 +52,7 @@ long now_ns() {
 struct alignas(64) Pool {
   std::atomic<uint64_t> ticket{0};  // job number | num_tasks | next task
   alignas(64) std::atomic<long> num_done{0};
-  void (*body)(void*, long) = nullptr;
+  void (*body)(void*, long, long) = nullptr;
   void* arg = nullptr;
   alignas(64) std::atomic<uint32_t> wakeups{0};  // what sleeping workers wait on
   std::atomic<int> num_asleep{0};
@@ -110,7 +110,7 @@ long work(Pool& p, Meanwhile meanwhile) {
     if (!p.ticket.compare_exchange_weak(ticket, ticket + count, std::memory_order_acq_rel)) continue;
     // The job stays open until these tasks are counted, so body and arg are its own.
     const long first = ticket & INDEX_MASK;
-    for (long task = first; task < first + count; task++) p.body(p.arg, task);
+    p.body(p.arg, first, first + count);
     num_run += count;
     p.num_done.fetch_add(count, std::memory_order_acq_rel);
     ticket = p.ticket.load(std::memory_order_acquire);
@@ -194,12 +194,12 @@ void nano_set_num_threads(int num_threads) {
 
 int nano_num_threads() { return pool().num_threads.load(std::memory_order_relaxed); }
 
-void nano_parallel_for(long num_tasks, void (*body)(void*, long), void* arg) {
+void nano_parallel_for(long num_tasks, void (*body)(void*, long, long), void* arg) {
   Pool& p = pool();
   const bool is_alone = num_tasks <= 1 || p.num_threads.load(std::memory_order_relaxed) == 1 ||
                         num_tasks > (long)INDEX_MASK;
   if (is_alone || p.is_busy.exchange(true, std::memory_order_acquire)) {
-    for (long task = 0; task < num_tasks; task++) body(arg, task);
+    if (num_tasks > 0) body(arg, 0, num_tasks);
     return;
   }
   p.body = body;
