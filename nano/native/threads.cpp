@@ -29,7 +29,7 @@ constexpr long HOLD_NS = 10 * 1000;            // of that, without offering the 
 constexpr int SPINS_PER_LOOK = 64;             // pauses between two looks at the clock
 constexpr long STALL_NS = 50 * 1000;           // nobody waits so much longer for a task than it takes, unless
                                                // its thread has lost its core to another process
-constexpr long LOST_NS = 2000 * 1000;          // lost by stalls beyond one part of the time in
+constexpr long LOST_NS = 4000 * 1000;          // lost by stalls beyond one part of the time in
 constexpr long TOLERATED = 5;                  // TOLERATED: cores are left to others
 constexpr long MIN_POLITE_NS = 20 * 1000000;   // for so long, and twice as long each time if it soon
 constexpr long MAX_POLITE_NS = 640 * 1000000;  // happens again
