@@ -7,6 +7,7 @@ that compares with what the machine can, and its arithmetic beside the float32 p
 formats with 8-bit activations pass.
 """
 
+import copy
 from collections.abc import Iterator
 from functools import cache
 
@@ -47,7 +48,7 @@ def limits(request: pytest.FixtureRequest) -> Iterator[Limits]:
 @pytest.fixture(scope="module", params=FORMAT_NAMES)
 def layers(request: pytest.FixtureRequest) -> list[PackedWeight]:
     packed = {shape: _packed(request.param, shape) for shape in {*SHAPES}}
-    layers = [_copied(packed[shape]) for shape in SHAPES]
+    layers = [copy.deepcopy(packed[shape]) for shape in SHAPES]
     move_to_huge_pages(nn.ModuleList(layers))
     return layers
 
@@ -56,13 +57,6 @@ def _packed(format: str, shape: tuple[int, int]) -> PackedWeight:
     weight = torch.randn(shape)
     matrix = quantize(weight, format) if format in SCHEMES else weight
     return pack(matrix, None, format)
-
-
-def _copied(weight: PackedWeight) -> PackedWeight:
-    copy = type(weight).empty(weight.layout())
-    for to, buffer in zip(copy.buffers(), weight.buffers(), strict=True):
-        to.copy_(buffer)
-    return copy
 
 
 @pytest.mark.parametrize("num_rows", NUM_ROWS)

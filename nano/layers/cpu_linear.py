@@ -6,7 +6,7 @@ N outputs, K inputs, M rows. Outputs lie in panels of 64, the last one padded (s
 from abc import abstractmethod
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -58,25 +58,6 @@ class FloatWeight(PackedWeight):
     def _pack(weight: Tensor) -> Tensor:
         """[N, K] -> as the kernel reads it."""
 
-    @staticmethod
-    @abstractmethod
-    def _packed_shape(num_panels: int, num_inputs: int) -> tuple[int, ...]: ...
-
-    def layout(self) -> dict[str, Any]:
-        return {
-            "format": self.format,
-            "num_outputs": self.num_outputs,
-            "num_inputs": self.num_inputs,
-            "has_bias": self.bias is not None,
-        }
-
-    @classmethod
-    def empty(cls, layout: dict[str, Any]) -> Self:
-        num_outputs, num_inputs = layout["num_outputs"], layout["num_inputs"]
-        shape = cls._packed_shape(-(-num_outputs // PANEL), num_inputs)
-        bias = torch.empty(num_outputs) if layout["has_bias"] else None
-        return cls(torch.empty(shape, dtype=cls.stored_dtype), bias, num_outputs, num_inputs)
-
 
 class Float32Weight(FloatWeight):
     """packed: [ceil(N / 64), K, 64] float32."""
@@ -88,10 +69,6 @@ class Float32Weight(FloatWeight):
     def _pack(weight: Tensor) -> Tensor:
         packed: Tensor = _panels(weight).transpose(1, 2).contiguous()
         return packed
-
-    @staticmethod
-    def _packed_shape(num_panels: int, num_inputs: int) -> tuple[int, ...]:
-        return num_panels, num_inputs, PANEL
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = torch.ops.nano.linear_float32(x, self.packed, self.bias, self.num_outputs)
@@ -112,10 +89,6 @@ class BFloat16Weight(FloatWeight):
         even = functional.pad(weight, (0, weight.shape[1] % 2))
         packed: Tensor = _panels(even).unflatten(2, (-1, 2)).transpose(1, 2).contiguous()
         return packed
-
-    @staticmethod
-    def _packed_shape(num_panels: int, num_inputs: int) -> tuple[int, ...]:
-        return num_panels, (num_inputs + 1) // 2, PANEL, 2
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = torch.ops.nano.linear_bfloat16(x, self.packed, self.bias, self.num_outputs)

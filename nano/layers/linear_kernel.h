@@ -35,7 +35,7 @@
 
 namespace nano_linear {
 
-#if defined(__AVX512F__)
+#if defined(NANO_AVX512)
 constexpr int SUMS = 28;  // that fit the registers, beside weights and a factor
 constexpr int FEW_ROWS = 14;
 constexpr bool HAS_OPERAND_FACTORS = true;
@@ -244,19 +244,10 @@ constexpr auto tile_table(std::index_sequence<Row...>) {
   return std::array{&multiply_tile<(int)Row + 1>...};
 }
 
-// Rows cut into tiles, evenly: 13 are 7 + 6, never 12 and one.
-struct Tiles {
-  long num_rows, count;
-
-  explicit Tiles(long rows) : num_rows(rows), count((rows + TILE_ROWS - 1) / TILE_ROWS) {}
-  long start(long tile) const { return num_rows * tile / count; }
-  long size(long tile) const { return start(tile + 1) - start(tile); }
-};
-
 // The tiles [first, last) of a block of copied rows, times the outputs [output, end) of one panel.
 template <class W>
 static void many_rows(const W& weights, const Operands& ops, const float* copy, long first_row,
-                      const Tiles& tiles, long first, long last, long output, long end) {
+                      const RowTiles& tiles, long first, long last, long output, long end) {
   static constexpr auto KERNELS = tile_table(std::make_index_sequence<TILE_ROWS>());
   alignas(64) float scratch[MAX_CHUNK * TILE_VECTORS * LANES];
   const long max_chunk = last - first < MANY_TILES ? MAX_CHUNK / 4 : MAX_CHUNK;
@@ -285,7 +276,7 @@ static void many_rows(const W& weights, const Operands& ops, const float* copy, 
 template <class W>
 static void linear_of_many(const W& weights, const Operands& ops) {
   for (long row = 0; row < ops.M; row += ROW_BLOCK) {
-    const Tiles tiles(std::min(ROW_BLOCK, ops.M - row));
+    const RowTiles tiles(std::min(ROW_BLOCK, ops.M - row), TILE_ROWS);
     float* copy = copy_memory(tiles.num_rows * ops.K);
     parallel_for(tiles.count, [&](long tile) {
       const long start = tiles.start(tile);

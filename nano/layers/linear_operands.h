@@ -29,6 +29,15 @@ struct Operands {
   float* at(long row, long output) const { return y + row * N + output; }
 };
 
+// Rows cut into tiles of at most `most`, evenly: 13 are 7 + 6, never 12 and one.
+struct RowTiles {
+  long num_rows, count;
+
+  RowTiles(long rows, long most) : num_rows(rows), count((rows + most - 1) / most) {}
+  long start(long tile) const { return num_rows * tile / count; }
+  long size(long tile) const { return start(tile + 1) - start(tile); }
+};
+
 // The tile of y at (row, output): its memory, or where it reaches beyond N, a copy of `rows` rows.
 template <int ROWS, int VECTORS>
 struct OutputTile {

@@ -6,7 +6,7 @@ any number of threads.
 """
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -16,7 +16,7 @@ PANEL = 64  # outputs that every format stores side by side (see linear_kernel.h
 class PackedWeight(nn.Module, ABC):
     """x [M, K] -> x @ weight.T + bias, [M, N] float32, by the op of this format."""
 
-    format: ClassVar[str]  # as it is called in layouts, logs and the numerics id
+    format: ClassVar[str]  # as it is called in logs and the numerics id
     num_outputs: int
     num_inputs: int
 
@@ -27,16 +27,3 @@ class PackedWeight(nn.Module, ABC):
     @abstractmethod
     def dequantized(self) -> Tensor:
         """[N, K] float32: the very numbers that the kernel multiplies by."""
-
-    def as_table(self) -> nn.Module:
-        """token ids [T] -> rows [T, K] of `dequantized()`, without a second copy of the matrix."""
-        raise NotImplementedError(f"format {self.format} has no rows to look up")
-
-    @abstractmethod
-    def layout(self) -> dict[str, Any]:
-        """What `empty` needs, as JSON: the format and all sizes, no values."""
-
-    @classmethod
-    @abstractmethod
-    def empty(cls, layout: dict[str, Any]) -> Self:
-        """One with uninitialised buffers, to trace and compile without weights."""

@@ -4,8 +4,6 @@ What torch computes for a row depends on how many rows there are, and on where i
 so each row is copied to memory of its own and computed alone. M rows, K inputs, N outputs.
 """
 
-from typing import Any, Self
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -46,20 +44,6 @@ class RowWeight(PackedWeight):
 
     def dequantized(self) -> Tensor:
         return self.weight
-
-    def layout(self) -> dict[str, Any]:
-        return {
-            "format": self.format,
-            "num_outputs": self.num_outputs,
-            "num_inputs": self.num_inputs,
-            "has_bias": self.bias is not None,
-        }
-
-    @classmethod
-    def empty(cls, layout: dict[str, Any]) -> Self:
-        num_outputs, num_inputs = layout["num_outputs"], layout["num_inputs"]
-        bias = torch.empty(num_outputs) if layout["has_bias"] else None
-        return cls(torch.empty(num_outputs, num_inputs), bias)
 
 
 def _linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

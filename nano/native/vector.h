@@ -5,7 +5,8 @@
 #include <cstdint>
 #include <cstring>
 
-#if !defined(NANO_LANES8) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define NANO_AVX512  // 32 registers, and masks
 constexpr int LANES = 16;
 #else
 constexpr int LANES = 8;  // elsewhere the compiler splits it into what the CPU has

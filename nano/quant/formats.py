@@ -15,7 +15,7 @@ prompts, and what they cost is the activations' rounding.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -58,13 +58,6 @@ class SplitWeight(PackedWeight):
     def dequantized(self) -> Tensor:
         return torch.cat([part.dequantized() for part in self.parts])
 
-    def layout(self) -> dict[str, Any]:
-        return {"format": self.format, "parts": [part.layout() for part in self.parts]}
-
-    @classmethod
-    def empty(cls, layout: dict[str, Any]) -> Self:
-        return cls([empty_weight(part) for part in layout["parts"]])
-
 
 FORMATS: dict[str, type[PackedWeight]] = {
     **FLOAT_FORMATS,
@@ -86,11 +79,6 @@ def pack(matrix: Record | Tensor, bias: Tensor | None, format: str | None = None
     if isinstance(matrix, Affine4):
         return _AFFINE4[_checked(format or "int4", _AFFINE4)].pack(matrix, bias)
     return _SYMMETRIC8[_checked(format or "int8", _SYMMETRIC8)].pack(matrix, bias)
-
-
-def empty_weight(layout: dict[str, Any]) -> PackedWeight:
-    """One with uninitialised buffers, of whatever format `layout` names."""
-    return FORMATS[layout["format"]].empty(layout)
 
 
 def _checked(format: str, formats: Iterable[str]) -> str:

@@ -22,8 +22,7 @@ class Int4Weight(QuantizedWeight):
     format = "int4"
     kernels: ClassVar[tuple[str, ...]] = ("int4",)
     inputs_per_word = 8
-    packed_dtype = torch.uint8
-    scales_per_group = (2,)
+    group_multiple: ClassVar[int] = 16  # of the inputs that share a scale, unless all do
 
     @classmethod
     def pack(cls, record: Affine4, bias: Tensor | None) -> Self:
@@ -43,14 +42,15 @@ class Int4Weight(QuantizedWeight):
 
     @classmethod
     def check(cls, record: Affine4) -> None:
-        num_inputs = record.q.shape[1]
-        if record.group_size % 16 and record.group_size < num_inputs:
+        multiple, num_inputs = cls.group_multiple, record.q.shape[1]
+        if record.group_size % multiple and record.group_size < num_inputs:
             raise ValueError(
-                f"groups of {record.group_size} inputs; {cls.format} takes 16, 32, ..."
+                f"groups of {record.group_size} inputs; {cls.format} takes {multiple}, "
+                f"{2 * multiple}, ..."
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.nano.linear_int4(
+        out: Tensor = getattr(torch.ops.nano, f"linear_{self.format}")(
             self._ordered(x),
             self.packed,
             self.scales,
@@ -76,22 +76,4 @@ class W4A8Weight(Int4Weight):
 
     format = "w4a8"
     kernels = ("int4", "w4a8")
-
-    @classmethod
-    def check(cls, record: Affine4) -> None:
-        num_inputs = record.q.shape[1]
-        if record.group_size % 32 and record.group_size < num_inputs:
-            raise ValueError(
-                f"groups of {record.group_size} inputs; {cls.format} takes 32, 64, ..."
-            )
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.nano.linear_w4a8(
-            self._ordered(x),
-            self.packed,
-            self.scales,
-            self.bias,
-            self.group_size,
-            self.num_outputs,
-        )
-        return out
+    group_multiple = 32

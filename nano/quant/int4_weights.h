@@ -10,7 +10,7 @@
 
 // The number that the low four bits of each word are.
 static NANO_INLINE Vec low_digit(WordVec word) {
-#if defined(__AVX512BW__) && defined(__AVX512VL__)
+#if defined(NANO_AVX512)
   const Vec digits = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   return (Vec)_mm512_maskz_permutexvar_ps((__mmask16)-1, (__m512i)word, (__m512)digits);
 #else

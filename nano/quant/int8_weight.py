@@ -21,8 +21,6 @@ class Int8Weight(QuantizedWeight):
     format = "int8"
     kernels: ClassVar[tuple[str, ...]] = ("int8",)
     inputs_per_word = 4
-    packed_dtype = torch.int8
-    scales_per_group = ()
 
     @classmethod
     def pack(cls, record: Symmetric8, bias: Tensor | None) -> Self:

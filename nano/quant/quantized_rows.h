@@ -13,17 +13,11 @@
 #include <immintrin.h>
 #endif
 
+#include "layers/linear_operands.h"
 #include "native/threads.h"
 #include "native/vector.h"
 
-// Rows are cut into tiles, evenly: nine are 5 + 4, never 8 and one.
-struct RowTiles {
-  long num_rows, count;
-
-  RowTiles(long rows, long most) : num_rows(rows), count((rows + most - 1) / most) {}
-  long start(long tile) const { return num_rows * tile / count; }
-  long size(long tile) const { return start(tile + 1) - start(tile); }
-};
+using nano_linear::RowTiles;
 
 // x[m, k] is about q[m, k] * scale[m, k / group]; the largest magnitude of a group becomes 127.
 // The numbers of a tile's R rows lie side by side, so that a kernel follows one pointer.
@@ -102,7 +96,7 @@ static NANO_INLINE IntVec broadcast_word(const int8_t* q) {
   return word + IntVec{};
 }
 
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#if defined(__AVX512VNNI__) && defined(NANO_AVX512)
 constexpr bool HAS_VNNI = true;
 static NANO_INLINE IntVec dot_by_vnni(IntVec sum, WordVec w, IntVec x) {
   return (IntVec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
@@ -117,7 +111,7 @@ constexpr bool HAS_VNNI = false;
 static NANO_INLINE IntVec dot_by_vnni(IntVec sum, WordVec, IntVec) { return sum; }
 #endif
 
-#if defined(__AVX2__) && !(defined(__AVX512BW__) && defined(__AVX512VL__))
+#if defined(__AVX2__) && !defined(NANO_AVX512)
 constexpr bool HAS_PAIR_SUMS = true;
 // Products of unsigned and signed bytes, summed by fours. Two products must fit 16 bits.
 static NANO_INLINE IntVec dot_by_pairs(IntVec sum, __m256i w, __m256i x) {

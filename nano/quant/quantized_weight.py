@@ -7,7 +7,7 @@ share a scale. A word is four bytes, of one output: as many inputs as fit.
 from abc import abstractmethod
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,8 @@ class QuantizedWeight(PackedWeight):
 
     kernels: ClassVar[tuple[str, ...]]  # the files <kernel>_linear.cpp that hold its ops
     inputs_per_word: ClassVar[int]
-    packed_dtype: ClassVar[torch.dtype]
-    scales_per_group: ClassVar[tuple[int, ...]]  # between [P, G] and [64]
     packed: Tensor  # [P, K / inputs_per_word, 64, 4]
-    scales: Tensor  # [P, G, *scales_per_group, 64] float16 or float32
+    scales: Tensor  # float16 or float32
     bias: Tensor | None  # [N] float32
     input_order: Tensor | None  # [K] int64: column k multiplies x[input_order[k]]
 
@@ -63,32 +61,6 @@ class QuantizedWeight(PackedWeight):
     def as_table(self) -> "QuantizedTable":
         """For an embedding; it holds no copy."""
         return QuantizedTable(self)
-
-    def layout(self) -> dict[str, Any]:
-        return {
-            "format": self.format,
-            "num_outputs": self.num_outputs,
-            "num_inputs": self.num_inputs,
-            "group_size": self.group_size,
-            "scales_dtype": str(self.scales.dtype).removeprefix("torch."),
-            "has_bias": self.bias is not None,
-            "has_input_order": self.input_order is not None,
-        }
-
-    @classmethod
-    def empty(cls, layout: dict[str, Any]) -> Self:
-        shape = num_outputs, num_inputs = layout["num_outputs"], layout["num_inputs"]
-        group_size, num_panels = layout["group_size"], -(-num_outputs // PANEL)
-        num_words, num_groups = -(-num_inputs // cls.inputs_per_word), -(-num_inputs // group_size)
-        scales_shape = (num_panels, num_groups, *cls.scales_per_group, PANEL)
-        return cls(
-            torch.empty(num_panels, num_words, PANEL, 4, dtype=cls.packed_dtype),
-            torch.empty(scales_shape, dtype=getattr(torch, layout["scales_dtype"])),
-            torch.empty(num_outputs) if layout["has_bias"] else None,
-            shape,
-            group_size,
-            torch.empty(num_inputs, dtype=torch.int64) if layout["has_input_order"] else None,
-        )
 
     def _ordered(self, x: Tensor) -> Tensor:
         """The columns of x in the order of the weight's."""

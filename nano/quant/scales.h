@@ -10,7 +10,7 @@
 
 // Exact: float32 holds every float16. Infinity and NaN are never stored.
 static NANO_INLINE Vec load_float16(const uint16_t* p) {
-#if defined(__AVX512BW__) && defined(__AVX512VL__)
+#if defined(NANO_AVX512)
   return (Vec)_mm512_maskz_cvtph_ps((__mmask16)-1, _mm256_loadu_si256((const __m256i*)p));
 #elif defined(__F16C__)
   return (Vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));

@@ -10,6 +10,16 @@ from nano.native.build import build_all
 
 _NANO = Path(__file__).parent.parent
 _FOLDERS = ("layers", "attention", "sampling")  # in the order in which a worker asks
+# What a quantisation asks for besides: its own format, and that of its output layer.
+_FORMATS = {
+    "int8": ("int8",),
+    "w8a8": ("w8a8", "int8"),
+    "int4": ("int4", "int8"),
+    "w4a8": ("w4a8", "int4", "int8"),
+    "awq": ("int4",),
+    "gptq": ("int4",),
+    "gguf": ("int4", "int8"),
+}
 
 
 def build_kernels(config: EngineConfig) -> threading.Thread:
@@ -17,8 +27,9 @@ def build_kernels(config: EngineConfig) -> threading.Thread:
 
     Nobody need wait for the thread: whoever loads a library waits for its own compilation.
     """
-    folders = _FOLDERS if config.model.quantization is None else ("quant", *_FOLDERS)
-    sources = [file for folder in folders for file in sorted((_NANO / folder).glob("*.cpp"))]
+    formats = _FORMATS.get(config.model.quantization or "", ())
+    sources = [_NANO / "quant" / f"{name}_linear.cpp" for name in formats]
+    sources += [file for folder in _FOLDERS for file in sorted((_NANO / folder).glob("*.cpp"))]
     thread = threading.Thread(target=_build, args=(sources,), name="build-kernels", daemon=True)
     thread.start()
     return thread

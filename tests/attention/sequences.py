@@ -116,7 +116,9 @@ def ragged(
     return sequences, [(i, c, c + s) for i, (c, s) in enumerate(shape)]
 
 
-def save_ragged_outputs(path: str, backend_class: type[AttentionBackend]) -> None:
+def ragged_outputs(
+    backend_class: type[AttentionBackend],
+) -> dict[tuple[str, int, int], Tensor]:
     """Outputs of ragged steps in many shapes, to be compared with those of another process."""
     outputs = {}
     for dtype in ("float32", "bfloat16"):
@@ -125,4 +127,4 @@ def save_ragged_outputs(path: str, backend_class: type[AttentionBackend]) -> Non
             for num_heads in (2, 6, 14):
                 sequences, ranges = ragged(backend_class, spec, 16, num_heads)
                 outputs[dtype, head_dim, num_heads] = sequences.step(ranges)
-    torch.save(outputs, path)
+    return outputs

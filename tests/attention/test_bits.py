@@ -3,10 +3,6 @@
 import dataclasses
 import itertools
 import os
-import platform
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,10 +11,10 @@ from torch import Tensor
 from nano.attention.cpu_backend import CpuBackend
 from nano.attention.exact_torch_backend import ExactTorchBackend
 from nano.native.build import cpu_name, load_threads
-from tests.attention.sequences import SPEC, Sequences, save_ragged_outputs
+from tests.attention.sequences import SPEC, Sequences, ragged_outputs
 from tests.attention.test_backends import BFLOAT16, FLOAT32, needs_kernel
+from tests.other_cpus import AVX2, PLAIN, computed_with, needs_x86
 
-ROOT = Path(__file__).parents[2]
 LENGTHS = [1, 15, 16, 17, 40, 70, 270]
 FEW_LENGTHS = [1, 17, 100]  # for the slow one
 # (backend, what it caches, head_dim, lengths of requests)
@@ -128,27 +124,16 @@ def test_a_bfloat16_cache_computes_what_a_float32_cache_of_rounded_values_does()
     assert not torch.equal(out, unlike)
 
 
-def outputs_of_build(flags: str, path: Path) -> dict[tuple[str, int, int], Tensor]:
-    """What a process gets whose kernels are compiled with `flags`."""
-    program = (
-        "import sys; from tests.attention.sequences import save_ragged_outputs; "
-        "from nano.attention.cpu_backend import CpuBackend; "
-        "save_ragged_outputs(sys.argv[1], CpuBackend)"
-    )
-    environment = {**os.environ, "NANO_CPU_FLAGS": flags}
-    command = [sys.executable, "-c", program, str(path)]
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=120)
-    return torch.load(path)
+def results() -> dict[tuple[str, int, int], Tensor]:
+    return ragged_outputs(CpuBackend)
 
 
 @needs_kernel
 @pytest.mark.slow
 @pytest.mark.skipif("avx512vl" not in cpu_name(), reason="needs two vector widths")
 @pytest.mark.skipif("NANO_CPU_FLAGS" in os.environ, reason="the width is told")
-def test_vectors_of_either_width_give_the_same_bits(tmp_path):
-    save_ragged_outputs(str(tmp_path / "wide"), CpuBackend)
-    wide = torch.load(tmp_path / "wide")
-    narrow = outputs_of_build("-march=x86-64-v3", tmp_path / "narrow")
+def test_vectors_of_either_width_give_the_same_bits():
+    wide, narrow = results(), computed_with(AVX2, results)
     assert wide.keys() == narrow.keys()
     for key, out in wide.items():
         assert torch.equal(out, narrow[key]), key
@@ -156,11 +141,9 @@ def test_vectors_of_either_width_give_the_same_bits(tmp_path):
 
 @needs_kernel
 @pytest.mark.slow
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="needs an x86")
-def test_a_cpu_without_fused_multiply_adds_is_served_too(tmp_path):
-    save_ragged_outputs(str(tmp_path / "ours"), CpuBackend)
-    ours = torch.load(tmp_path / "ours")
-    plain = outputs_of_build("-march=x86-64", tmp_path / "plain")
+@needs_x86
+def test_a_cpu_without_fused_multiply_adds_is_served_too():
+    ours, plain = results(), computed_with(PLAIN, results)
     assert ours.keys() == plain.keys()
     for key, out in ours.items():
         torch.testing.assert_close(plain[key], out, rtol=5e-6, atol=5e-6)

@@ -1,11 +1,5 @@
 """The packed linear kernels: right up to rounding, and the same bits in every company."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +9,7 @@ from nano.layers.cpu_linear import FLOAT_FORMATS, FloatWeight, fits_bfloat16
 from nano.layers.linear import Linear
 from nano.layers.native_kernels import NativeKernels
 from nano.native.build import load_threads
+from tests.other_cpus import AVX2, FLAGS, computed_with, needs_avx2
 
 pytestmark = pytest.mark.skipif(not FloatWeight.is_available(), reason="needs a C++ compiler")
 
@@ -108,19 +103,6 @@ def test_packing_keeps_every_weight(shape, storage):
     assert torch.equal(FloatWeight.pack(weight, None, storage).dequantized(), weight)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("has_bias", [True, False])
-def test_an_empty_weight_of_a_layout_has_the_buffers_of_a_real_one(storage, has_bias):
-    weight, _ = make(130, 67, storage, has_bias)
-    layout = json.loads(json.dumps(weight.layout()))
-    empty = FLOAT_FORMATS[layout["format"]].empty(layout)
-    assert empty.layout() == layout
-    for (name, buffer), (empty_name, like) in zip(
-        weight.named_buffers(), empty.named_buffers(), strict=True
-    ):
-        assert (name, buffer.shape, buffer.dtype) == (empty_name, like.shape, like.dtype)
-
-
 def test_nan_and_infinity_stay_in_their_row():
     weight, x = make(40, 24, "float32")
     clean = weight(x)
@@ -158,31 +140,19 @@ def test_no_rows_give_no_rows():
     assert weight(x[:0]).shape == (0, 48)
 
 
-_COMPUTE = """
-import sys, torch
-from tests.layers.test_cpu_linear import NUM_ROWS, STORAGES, make
-results = []
-for storage in STORAGES:
-    weight, x = make(130, 1100, storage)
-    results += [weight(x[:num_rows]) for num_rows in NUM_ROWS]
-torch.save(results, sys.argv[1])
-"""
+def results() -> list[Tensor]:
+    found = []
+    for storage in STORAGES:
+        weight, x = make(130, 1100, storage)
+        found += [weight(x[:num_rows]) for num_rows in NUM_ROWS]
+    return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", ["-march=x86-64-v3", "-march=x86-64"])
-def test_another_instruction_set_gives_the_same_sums(flags, tmp_path):
-    if not {"avx2", "fma"} <= set(Path("/proc/cpuinfo").read_text().split()):
-        pytest.skip("needs a CPU with AVX2")
-    environment = os.environ | {"NANO_CPU_FLAGS": flags}
-    file = tmp_path / "results"
-    root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", _COMPUTE, file], env=environment, check=True, cwd=root)
-    theirs = iter(torch.load(file))
-    for storage in STORAGES:
-        weight, x = make(130, 1100, storage)
-        for num_rows in NUM_ROWS:
-            ours, other = weight(x[:num_rows]), next(theirs)
-            torch.testing.assert_close(other, ours, rtol=1e-4, atol=1e-4)
-            if flags == "-march=x86-64-v3":  # it fuses multiply-adds, too: the same bits
-                assert torch.equal(other, ours)
+@needs_avx2
+@pytest.mark.parametrize("flags", FLAGS)
+def test_another_instruction_set_gives_the_same_sums(flags):
+    for ours, other in zip(results(), computed_with(flags, results), strict=True):
+        torch.testing.assert_close(other, ours, rtol=1e-4, atol=1e-4)
+        if flags == AVX2:  # it fuses multiply-adds, too: the same bits
+            assert torch.equal(other, ours)

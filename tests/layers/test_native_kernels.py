@@ -1,10 +1,5 @@
 """Native row operations: right up to rounding, and the same bits in every company."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +7,7 @@ from torch import Tensor
 from nano.layers.kernels import TorchKernels
 from nano.layers.native_kernels import NativeKernels
 from nano.native.build import load_threads
+from tests.other_cpus import AVX2, FLAGS, computed_with, needs_avx2
 
 pytestmark = pytest.mark.skipif(not NativeKernels.is_available(), reason="needs a C++ compiler")
 
@@ -93,33 +89,19 @@ def test_a_nan_stays_in_its_row():
     assert torch.equal(spoilt[others], clean[others])
 
 
-_COMPUTE = """
-import sys, torch
-from tests.layers.test_native_kernels import NATIVE, SIZES, vectors
-results = []
-for size in SIZES:
-    results.append(NATIVE.rms_norm(vectors(9, 3, size), vectors(size), 1e-5))
-    results.append(NATIVE.silu_and_mul(vectors(9, 2 * size)))
-torch.save(results, sys.argv[1])
-"""
+def results() -> list[Tensor]:
+    found = []
+    for size in SIZES:
+        found.append(NATIVE.rms_norm(vectors(9, 3, size), vectors(size), 1e-5))
+        found.append(NATIVE.silu_and_mul(vectors(9, 2 * size)))
+    return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", ["-march=x86-64-v3", "-march=x86-64"])
-def test_another_instruction_set_gives_the_same_values(flags, tmp_path):
-    if not {"avx2", "fma"} <= set(Path("/proc/cpuinfo").read_text().split()):
-        pytest.skip("needs a CPU with AVX2")
-    environment = os.environ | {"NANO_CPU_FLAGS": flags}
-    file = tmp_path / "results"
-    root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", _COMPUTE, file], env=environment, check=True, cwd=root)
-    theirs = iter(torch.load(file))
-    for size in SIZES:
-        for ours in (
-            NATIVE.rms_norm(vectors(9, 3, size), vectors(size), 1e-5),
-            NATIVE.silu_and_mul(vectors(9, 2 * size)),
-        ):
-            other = next(theirs)
-            torch.testing.assert_close(other, ours, rtol=1e-6, atol=1e-6)
-            if flags == "-march=x86-64-v3":  # it fuses multiply-adds, too: the same bits
-                assert torch.equal(other, ours)
+@needs_avx2
+@pytest.mark.parametrize("flags", FLAGS)
+def test_another_instruction_set_gives_the_same_values(flags):
+    for ours, other in zip(results(), computed_with(flags, results), strict=True):
+        torch.testing.assert_close(other, ours, rtol=1e-6, atol=1e-6)
+        if flags == AVX2:  # it fuses multiply-adds, too: the same bits
+            assert torch.equal(other, ours)

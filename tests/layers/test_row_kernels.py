@@ -50,10 +50,3 @@ def test_norms_and_activations_of_a_row_depend_on_the_row_alone(size, any_num_th
         for some in (slice(0, 1), slice(5, 8), slice(11, 200), slice(0, None)):
             assert torch.equal(ROWS.rms_norm(x[some], weight, 1e-5), normed[some])
             assert torch.equal(ROWS.silu_and_mul(gate_up[some]), product[some])
-
-
-def test_an_empty_weight_of_a_layout_has_the_sizes_of_a_real_one():
-    weight, _, _ = make(40, 24)
-    empty = RowWeight.empty(weight.layout())
-    assert empty.layout() == weight.layout()
-    assert empty.dequantized().shape == weight.dequantized().shape

@@ -11,6 +11,7 @@ import pytest
 from nano.native import build
 from nano.native.build import build_all, compiler
 
+NANO = Path(build.__file__).parent.parent
 ANSWER = 'extern "C" int answer() { return %d; }\n'
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
@@ -139,3 +140,10 @@ def test_threads_that_need_one_library_compile_it_once(tmp_path, cache, monkeypa
         found = list(pool.map(lambda _: build._built(source, build.cpu_flags()), range(4)))
     assert found == [found[0]] * 4
     assert compiled == [1]
+
+
+@needs_compiler
+@pytest.mark.parametrize("source", sorted(NANO.rglob("*_*.cpp")), ids=lambda source: source.stem)
+def test_every_kernel_compiles_and_loads(source):
+    """Or all tests of kernels would be skipped, as if there were no compiler."""
+    assert build.load_ops(source)

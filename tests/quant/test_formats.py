@@ -1,6 +1,4 @@
-"""Every packed format: chosen by name, rebuilt from its layout, looked up by rows, traced."""
-
-import json
+"""Every packed format: chosen by name, looked up by rows, traced."""
 
 import pytest
 import torch
@@ -8,7 +6,7 @@ from torch import nn
 
 from nano.layers.cpu_linear import FloatWeight
 from nano.layers.huge_pages import move_to_huge_pages
-from nano.quant.formats import FORMATS, SplitWeight, empty_weight, pack
+from nano.quant.formats import FORMATS, SplitWeight, pack
 from nano.quant.int4_weight import W4A8Weight
 from nano.quant.int8_weight import W8A8Weight
 from tests.quant.matrices import affine4, biases, inputs, symmetric8
@@ -42,39 +40,11 @@ def test_every_format_is_registered_under_its_name():
         assert kind.format == name
 
 
-@pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("format", FORMATS)
-def test_an_empty_weight_of_a_layout_has_the_buffers_of_a_real_one(format, has_bias):
-    weight = make(format, has_bias=has_bias)
-    layout = json.loads(json.dumps(weight.layout()))
-    empty = empty_weight(layout)
-    assert type(empty) is type(weight)
-    assert empty.layout() == layout
-    assert (empty.num_outputs, empty.num_inputs) == (weight.num_outputs, weight.num_inputs)
-    for (name, buffer), (empty_name, like) in zip(
-        weight.named_buffers(), empty.named_buffers(), strict=True
-    ):
-        assert (name, buffer.shape, buffer.dtype) == (empty_name, like.shape, like.dtype)
-
-
-def test_the_layout_remembers_act_order_and_the_type_of_the_scales():
-    weight = pack(affine4((40, 96), 32, has_order=True), None)
-    assert weight.layout()["has_input_order"]
-    assert weight.layout()["scales_dtype"] == "float16"
-    empty = empty_weight(weight.layout())
-    assert empty.input_order.shape == (96,)
-    assert empty.scales.dtype == torch.float16
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_weight_that_is_moved_or_given_its_buffers_computes_the_same(format):
+def test_a_weight_that_is_moved_computes_the_same(format):
     weight = make(format)
     x = inputs(67)
     before = weight(x)
-    filled = empty_weight(weight.layout())
-    for like, buffer in zip(filled.buffers(), weight.buffers(), strict=True):
-        like.copy_(buffer)
-    assert torch.equal(filled(x), before)
     move_to_huge_pages(weight)
     assert torch.equal(weight(x), before)
 

@@ -1,11 +1,6 @@
 """The kernels built for older CPUs: integers give the same bits everywhere, chains wherever
 multiply-adds are fused."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,17 +8,18 @@ from torch import Tensor
 from nano.quant.formats import pack
 from nano.quant.int4_weight import W4A8Weight
 from nano.quant.int8_weight import W8A8Weight
+from tests.other_cpus import AVX2, FLAGS, computed_with, needs_avx2
 from tests.quant.matrices import NUM_ROWS, affine4, biases, inputs, symmetric8
 
 pytestmark = [
     pytest.mark.slow,
+    needs_avx2,
     pytest.mark.skipif(
         not (W8A8Weight.is_available() and W4A8Weight.is_available()),
         reason="needs a C++ compiler",
     ),
 ]
 
-ROOT = Path(__file__).parents[2]
 SHAPE = (130, 203)
 FORMATS = ["int4", "w4a8", "int8", "w8a8"]
 
@@ -43,19 +39,14 @@ def results(format: str) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("flags", ["-march=x86-64-v3", "-march=x86-64"])
-def test_another_instruction_set_gives_the_same_results(flags, tmp_path):
-    if not {"avx2", "fma"} <= set(Path("/proc/cpuinfo").read_text().split()):
-        pytest.skip("needs a CPU with AVX2")
-    program = (
-        "import sys, torch; from tests.quant.test_kernels_on_other_cpus import FORMATS, results; "
-        "torch.save({format: results(format) for format in FORMATS}, sys.argv[1])"
-    )
-    file = tmp_path / "results"
-    environment = os.environ | {"NANO_CPU_FLAGS": flags}
-    subprocess.run([sys.executable, "-c", program, file], env=environment, check=True, cwd=ROOT)
-    for format, theirs in torch.load(file).items():
+def results_of_all() -> dict[str, list[Tensor]]:
+    return {format: results(format) for format in FORMATS}
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_another_instruction_set_gives_the_same_results(flags):
+    for format, theirs in computed_with(flags, results_of_all).items():
         for ours, other in zip(results(format), theirs, strict=True):
             torch.testing.assert_close(other, ours, rtol=1e-4, atol=1e-4)
-            if format == "w8a8" or flags == "-march=x86-64-v3":
+            if format == "w8a8" or flags == AVX2:
                 assert torch.equal(other, ours), format

@@ -1,11 +1,7 @@
 """The sampling kernels against definitions in float64, their torch twin, and themselves."""
 
 import hashlib
-import json
 import math
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -19,6 +15,7 @@ from nano.sampling.cpu_backend import CpuSampling
 from nano.sampling.noise import log_exponential, random_bits
 from nano.sampling.torch_backend import TorchSampling
 from nano.sampling_params import SamplingParams
+from tests.other_cpus import AVX2, PLAIN, computed_with, needs_avx2
 from tests.sampling.rows import make_rows
 
 CPU = torch.device("cpu")
@@ -273,41 +270,18 @@ def test_rows_may_lie_apart_in_memory():
     assert torch.equal(apart[1], dense[1])
 
 
-def digest() -> str:
-    logits = random_logits(26, 5000, seed=3)
-    return hashlib.sha256(repr(everything(logits, list(range(26)))).encode()).hexdigest()
-
-
-def summary_of_another_build(flags: str) -> dict:
-    """Digest and tokens of `everything` by kernels compiled for another CPU."""
-    program = (
-        "import json; from tests.sampling import test_cpu_sampling as t;"
-        "logits = t.random_logits(26, 5000, seed=3);"
-        "assert t.CpuSampling.is_available(t.torch.float32, t.CPU);"
-        "rows = t.everything(logits, list(range(26)));"
-        "print(json.dumps({'digest': t.digest(), 'tokens': [row[0] for row in rows]}))"
-    )
-    environment = {**os.environ, "NANO_CPU_FLAGS": flags}
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-needs_avx2 = pytest.mark.skipif(
-    "AVX" not in torch.backends.cpu.get_cpu_capability(), reason="x86-64-v3 does not run here"
-)
+def digest_and_tokens() -> tuple[str, list[int]]:
+    rows = everything(random_logits(26, 5000, seed=3), list(range(26)))
+    return hashlib.sha256(repr(rows).encode()).hexdigest(), [row[0] for row in rows]
 
 
 @pytest.mark.slow
 @needs_avx2
 def test_vectors_of_eight_give_the_bits_of_vectors_of_sixteen():
-    assert summary_of_another_build("-march=x86-64-v3")["digest"] == digest()
+    assert computed_with(AVX2, digest_and_tokens) == digest_and_tokens()
 
 
 @pytest.mark.slow
 @needs_avx2
 def test_plain_vectors_without_fused_multiply_adds_draw_the_same_tokens():
-    tokens = [row[0] for row in everything(random_logits(26, 5000, seed=3), list(range(26)))]
-    assert summary_of_another_build("-march=x86-64")["tokens"] == tokens
+    assert computed_with(PLAIN, digest_and_tokens)[1] == digest_and_tokens()[1]
