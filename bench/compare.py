@@ -1,7 +1,7 @@
 """Engines side by side on one machine: paired runs, each engine in a process of its own.
 
-    python bench/compare.py --rivals ~/rivals --model MODEL --streams 1 8 32 --prefill 512 4096 \\
-        nano nano:quantization=w8a8 vllm llama:GGUF openvino:GGUF
+    python bench/compare.py nano nano:quantization=w8a8 vllm llama:GGUF openvino:GGUF \\
+        --rivals ~/rivals --model MODEL --streams 1 8 32 --prefill 512 4096
 
 An engine is `name[:path][:option=value...]`. Every round runs all of them in turn, so that what the
 machine does to one it does to the next; the best of the rounds counts. Each rival has a Python of

@@ -20,6 +20,7 @@ from nano.config import EngineConfig, resolve
 from nano.layers.packed_weight import PackedWeight
 from nano.sampling_params import SamplingParams
 from nano.step import NewRequest, StepPlan
+from nano.worker.model_runner import ModelRunner
 from nano.worker.worker import Worker
 
 CONTEXT = 128
@@ -88,9 +89,8 @@ def timed(work: Callable[[], Any], repeats: int) -> float:
     return median(seconds)
 
 
-def parts(stepper: Stepper, rows: int, repeats: int) -> dict[str, float]:
-    """Seconds of the parts of the last step, each alone."""
-    runner = stepper.worker.runner
+def parts(runner: ModelRunner, rows: int, repeats: int) -> dict[str, float]:
+    """Seconds of the kernels of the last step, which had `rows` tokens, each kind alone."""
     model = runner.model
     weights = [module for module in model.modules() if isinstance(module, PackedWeight)]
     body = [w for w in weights if w.num_outputs != model.config.vocab_size]
@@ -136,7 +136,7 @@ def report(stepper: Stepper, limits: Limits, rows_list: list[int], repeats: int)
         seconds = [stepper.step(rows) for _ in range(repeats)]
         whole = median([step for step, _ in seconds])
         first = first or whole
-        part = parts(stepper, rows, repeats)
+        part = parts(stepper.worker.runner, rows, repeats)
         sampling = median([sample for _, sample in seconds]) - part["lm_head"]
         glue = whole - sum(part.values()) - sampling
         cells = [f"{value * 1e3:.2f}" for value in (*part.values(), sampling, glue)]

@@ -48,6 +48,9 @@ class LLM:
     (`max_model_len`, `max_num_seqs`, `block_size` ...); unknown ones are refused. With
     `use_subprocess` the engine core runs in a process of its own, as it does under the server.
     Use as a context manager, or call `close`, to free the model. Not thread-safe.
+
+    In this process, torch itself is left with one thread where our kernels compute (see
+    nano.native.threads): code beside it that needs torch's threads wants `use_subprocess`.
     """
 
     def __init__(

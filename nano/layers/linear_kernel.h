@@ -7,10 +7,12 @@
 //
 // Two ways along that chain:
 //   few rows    each vector of weights is decoded in registers and multiplied by all rows at once: one
-//               pass over the weights, at the speed of memory.
-//   many rows   a chunk of inputs of a tile of outputs is decoded once into a float32 scratch, which stays
-//               in the first-level cache while tile after tile of rows is multiplied by it: the speed of
-//               the multipliers, whatever the format.
+//               pass over the weights, at the speed of memory. More rows go tile by tile, the later ones
+//               with the weights in the second-level cache.
+//   many rows   with registers for few rows only (AVX2), decoding would cost as much as multiplying. A chunk
+//               of inputs of a tile of outputs is decoded once into a float32 scratch, which stays in the
+//               first-level cache while tile after tile of rows is multiplied by it: the speed of the
+//               multipliers, whatever the format.
 //
 // A format is a class W with
 //   static constexpr int STEP;                  inputs decoded at a time: 1, 2, 4, 8 or 16
@@ -37,12 +39,14 @@ namespace nano_linear {
 
 #if defined(NANO_AVX512)
 constexpr int SUMS = 28;  // that fit the registers, beside weights and a factor
-constexpr int FEW_ROWS = 14;
 constexpr bool HAS_OPERAND_FACTORS = true;
+constexpr int FEW_ROWS = 16;  // hide the decoding of a weight: more need no other way
+constexpr bool HAS_SCRATCH = false;
 #else
 constexpr int SUMS = 12;
-constexpr int FEW_ROWS = 12;
 constexpr bool HAS_OPERAND_FACTORS = false;
+constexpr int FEW_ROWS = 12;
+constexpr bool HAS_SCRATCH = true;  // for many rows
 #endif
 
 // ---- few rows ----
@@ -111,9 +115,11 @@ static __attribute__((noinline)) void last_inputs(const W& weights, const float*
   }
 }
 
-// All ROWS rows times the outputs [output, end), a panel or a half of one that takes passes of its own.
+// ROWS rows x [input][ROWS], `row` the first, times the outputs [output, end), a panel or a half of one that
+// takes passes of its own.
 template <class W, int ROWS>
-static void few_rows(const W& weights, const Operands& ops, const float* x, long output, long end) {
+static void few_rows(const W& weights, const Operands& ops, const float* x, long row, long output,
+                     long end) {
   constexpr int STEP = W::STEP, VECTORS = vectors_at_once(ROWS), MAX_PASSES = PANEL_VECTORS / VECTORS;
   constexpr long WIDTH = VECTORS * LANES;
   Vec sums[MAX_PASSES][VECTORS][ROWS] = {};
@@ -135,7 +141,7 @@ static void few_rows(const W& weights, const Operands& ops, const float* x, long
   for (int p = 0; p < passes; p++) {
     const long at = output + p * WIDTH;
     if (whole < ops.K) last_inputs(weights, x, at, whole, ops.K - whole, sums[p]);
-    if (at < ops.N) store_sums(ops, 0, at, sums[p], true);
+    if (at < ops.N) store_sums(ops, row, at, sums[p], true);
   }
 }
 
@@ -143,6 +149,9 @@ template <class W, size_t... Row>
 constexpr auto few_rows_table(std::index_sequence<Row...>) {
   return std::array{&few_rows<W, (int)Row + 1>...};
 }
+
+template <class W>
+constexpr auto FEW_ROWS_KERNELS = few_rows_table<W>(std::make_index_sequence<FEW_ROWS>());
 
 // Run body(output, end) over the panels that N outputs take, and over parts of one where threads share it.
 // A task is `parts` parts.
@@ -160,8 +169,7 @@ static void for_outputs(long N, long part, long parts, Body body) {
 
 template <class W>
 static void linear_of_few(const W& weights, const Operands& ops) {
-  static constexpr auto KERNELS = few_rows_table<W>(std::make_index_sequence<FEW_ROWS>());
-  const auto kernel = KERNELS[ops.M - 1];
+  const auto kernel = FEW_ROWS_KERNELS<W>[ops.M - 1];
   const float* x = ops.x;
   if (ops.M > 1) {
     float* copy = copy_memory(ops.M * ops.K);
@@ -170,14 +178,14 @@ static void linear_of_few(const W& weights, const Operands& ops) {
   }
   const long part = vectors_at_once((int)ops.M) == PANEL_VECTORS ? PANEL : PANEL / 2;
   const long parts = std::max<long>(1, MIN_WEIGHTS / (part * std::max<long>(1, ops.K)));
-  for_outputs(ops.N, part, parts, [&](long output, long end) { kernel(weights, ops, x, output, end); });
+  for_outputs(ops.N, part, parts, [&](long output, long end) { kernel(weights, ops, x, 0, output, end); });
 }
 
 // ---- many rows ----
 
 constexpr int TILE_VECTORS = 2;
-constexpr int TILE_ROWS = SUMS / TILE_VECTORS;
-constexpr long ROW_BLOCK = 64 * TILE_ROWS;  // rows that are copied before they are multiplied
+constexpr int TILE_ROWS = HAS_SCRATCH ? SUMS / TILE_VECTORS : FEW_ROWS;
+constexpr long ROW_BLOCK = 448;  // rows that are copied before they are multiplied
 constexpr long MAX_CHUNK = 256;  // inputs in a scratch; a multiple of 16, and so of every STEP, as all are
 constexpr long MANY_TILES = 6;   // of rows: fewer do not pay for a chunk of the full size
 constexpr long FETCHERS = 4;     // tiles of rows that fetch the next chunk among them
@@ -283,7 +291,14 @@ static void linear_of_many(const W& weights, const Operands& ops) {
       copy_rows(ops, row + start, tiles.size(tile), copy + start * ops.K);
     });
     const auto multiply = [&](long first, long last, long output, long end) {
-      many_rows(weights, ops, copy, row, tiles, first, last, output, end);
+      if constexpr (HAS_SCRATCH)
+        many_rows(weights, ops, copy, row, tiles, first, last, output, end);
+      else
+        for (long tile = first; tile < last; tile++) {
+          const long start = tiles.start(tile);
+          FEW_ROWS_KERNELS<W>[tiles.size(tile) - 1](weights, ops, copy + start * ops.K, row + start, output,
+                                                    end);
+        }
     };
     constexpr long PART = PANEL / 2;
     const long num_parts = (ops.N + PART - 1) / PART, wanted = TASKS_PER_THREAD * nano_num_threads();

@@ -19,7 +19,6 @@ class Executor(ABC):
         """Run one step to its end."""
 
     @abstractmethod
-    @abstractmethod
     def idle(self) -> None:
         """Nothing is to be executed now: a moment for work on the side."""
 
