@@ -19,7 +19,7 @@ test: $(VENV)/dev.stamp
 	$(BIN)/ruff check nano tests bench
 	$(BIN)/ruff format --check nano tests bench
 	$(BIN)/mypy
-	$(BIN)/python bench/lines.py
+	$(BIN)/python -m bench.lines
 	$(BIN)/python -m pytest $(ARGS)
 
 bench: $(VENV)/dev.stamp

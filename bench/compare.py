@@ -1,11 +1,11 @@
 """Engines side by side on one machine: paired runs, each engine in a process of its own.
 
-    python bench/compare.py nano nano:quantization=w8a8 vllm llama:GGUF openvino:GGUF \\
+    python -m bench.compare nano nano:quantization=w8a8 vllm llama:GGUF openvino:GGUF \\
         --rivals ~/rivals --model MODEL --streams 1 8 32 --prefill 512 4096
 
 An engine is `name[:path][:option=value...]`. Every round runs all of them in turn, so that what the
-machine does to one it does to the next; the best of the rounds counts. Each rival has a Python of
-its own: see bench/rivals/README.md.
+machine does to one it does to the next; the least seconds of all rounds count. Each rival has a
+Python of its own: see bench/rivals/README.md.
 """
 
 import argparse
@@ -15,6 +15,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+from bench.limits import measure
 
 HERE = Path(__file__).parent
 SCRIPTS = {
@@ -48,6 +50,7 @@ def run(text: str, args: argparse.Namespace) -> dict:
         "prefill": args.prefill,
     }
     environment = os.environ | ({"PYTHONPATH": str(HERE.parent)} if venv is None else {})
+    environment.pop("OMP_WAIT_POLICY", None)  # "passive" is for tests; it would slow rivals down
     started = time.perf_counter()
     done = subprocess.run(
         [python, str(HERE / "rivals" / script)],
@@ -79,21 +82,33 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=900.0)
     args = parser.parse_args()
 
-    best: dict[str, dict[str, float]] = {engine: {} for engine in args.engines}
+    best: dict[str, dict[str, list[float]]] = {engine: {} for engine in args.engines}
     for number in range(args.rounds):
         print(f"round {number + 1} of {args.rounds}", flush=True)
         for engine in args.engines:
             answer = run(engine, args)
-            rates = {f"{n} streams": rate for n, rate in answer["decode"].items()}
-            rates |= {f"prompt {n}": rate for n, rate in answer["prefill"].items()}
-            for column, rate in rates.items():
-                best[engine][column] = max(rate, best[engine].get(column, 0.0))
-    columns = list(dict.fromkeys(column for rates in best.values() for column in rates))
+            seconds = {f"{n} streams": pair for n, pair in answer["decode"].items()}
+            seconds |= {f"prompt {n}": [value] for n, value in answer["prefill"].items()}
+            for column, values in seconds.items():
+                earlier = best[engine].get(column, values)
+                best[engine][column] = [min(pair) for pair in zip(earlier, values, strict=True)]
+    columns = list(dict.fromkeys(column for seconds in best.values() for column in seconds))
+    limits = measure(args.threads)
+    print(
+        f"\n{limits.read_gb_s:.1f} GB/s read, {limits.gflop_s:.0f} GFLOP/s, {args.threads} threads"
+    )
     print("\n| tokens/s | " + " | ".join(columns) + " |")
     print("|---" * (len(columns) + 1) + "|")
-    for engine, rates in best.items():
-        cells = [f"{rates[c]:.1f}" if c in rates else "" for c in columns]
+    for engine, seconds in best.items():
+        cells = [f"{rate(c, seconds[c], args):.1f}" if c in seconds else "" for c in columns]
         print(f"| {engine} | " + " | ".join(cells) + " |")
+
+
+def rate(column: str, seconds: list[float], args: argparse.Namespace) -> float:
+    """Tokens per second of a cell, from the seconds that bench/rivals/README.md describes."""
+    if len(seconds) == 2:
+        return int(column.split()[0]) * args.new_tokens / (seconds[1] - seconds[0])
+    return int(column.split()[1]) / seconds[0]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The limits of this machine, measured on the engine's own threads: `python bench/limits.py`.
+"""The limits of this machine, measured on the engine's own threads: `python -m bench.limits`.
 
 Every speed in docs/log.md is also given as a share of one of them.
 """

@@ -1,6 +1,6 @@
 """Lines of Python and C++ by package: growth is a decision, so it is printed in every test run.
 
-python bench/lines.py
+python -m bench.lines
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
 """What each way of storing weights costs in quality, against the unquantised model.
 
-    python bench/quantisation_quality.py --model FOLDER_OR_GGUF [--schemes int8,w8a8]
-    python bench/quantisation_quality.py --layers
+    python -m bench.quantisation_quality --model FOLDER_OR_GGUF [--schemes int8,w8a8]
+    python -m bench.quantisation_quality --layers
 
 Every position of the texts beside this file (prose, dialogue, code), teacher-forced: the mean and
 the 99.9th percentile of KL(unquantised || scheme) in nats, perplexity, and how often both models

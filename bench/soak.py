@@ -1,4 +1,4 @@
-"""Many mixed steps, looking for growth and retraces: `python bench/soak.py --steps 10000`.
+"""Many mixed steps, looking for growth and retraces: `python -m bench.soak --steps 10000`.
 
 Rounds of requests of every kind (short and long prompts, greedy and sampled, logprobs, penalties,
 few and many at once) run on compiled pieces. Printed at the end: resident memory after the first

@@ -1,6 +1,6 @@
 """From nothing to the first token, with empty caches and with full ones.
 
-    python bench/start_up.py --model PATH
+    python -m bench.start_up --model PATH
 
 Three starts in processes of their own: cold, which compiles our kernels, serves eagerly and
 compiles pieces on the side until they are in use; warm, which finds all that; and warm with mode

@@ -1,4 +1,4 @@
-"""Where a greedy step goes, by rows: `python bench/step_time.py --model MODEL [option=value ...]`.
+"""Where a greedy step goes, by rows: `python -m bench.step_time --model MODEL [option=value ...]`.
 
 One request in the middle of its output verifies rows - 1 drafts that are all wrong, at a context of
 128: the same work as decoding for one row, and as verification for more. Beside the whole step

@@ -1,6 +1,6 @@
 """Greedy ids of a real model against transformers, prompt by prompt.
 
-    python bench/transformers_parity.py --model FOLDER_OR_GGUF --prompts question.jsonl
+    python -m bench.transformers_parity --model FOLDER_OR_GGUF --prompts question.jsonl
 
 nano generates; transformers (float32, eager attention) then scores every position of prompt and
 output in one pass, which tells what its own greedy decoding would have said there. A divergence

@@ -38,16 +38,15 @@ def measure(job: Job, generate: Callable[[list[list[int]], int], None]) -> None:
     answer: dict[str, Any] = {"ready": ready, "decode": {}, "prefill": {}}
     for streams in job.streams:
         prompts = [prompt(i, job.prompt_tokens) for i in range(streams)]
-        best = 0.0
+        short, long = [], []
         for _ in range(job.repeats):
-            short = _seconds(lambda p=prompts: generate(p, 1))
-            long = _seconds(lambda p=prompts: generate(p, 1 + job.new_tokens))
-            best = max(best, streams * job.new_tokens / (long - short))
-        answer["decode"][streams] = best
+            short.append(_seconds(lambda p=prompts: generate(p, 1)))
+            long.append(_seconds(lambda p=prompts: generate(p, 1 + job.new_tokens)))
+        answer["decode"][streams] = [min(short), min(long)]
     for length in job.prefill:
         fresh = [prompt(1000 + length + repeat, length) for repeat in range(job.repeats)]
         spent = [_seconds(lambda p=ids: generate([p], 1)) for ids in fresh]
-        answer["prefill"][length] = length / min(spent)
+        answer["prefill"][length] = min(spent)
     print(json.dumps(answer), flush=True)
 
 

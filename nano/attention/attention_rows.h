@@ -191,10 +191,8 @@ inline void soften(float* scores, long num_seen, float& best, float& mass) {
   Vec largest[VECS], sums[VECS] = {};
   for (int v = 0; v < VECS; v++) largest[v] = broadcast(-INFINITY);
   for (long i = 0; i < end; i += PANEL)
-    for (int v = 0; v < VECS; v++) {
-      const Vec score = load(scores + i + v * LANES);
-      largest[v] = score > largest[v] ? score : largest[v];  // passes over NaN, which e^x keeps
-    }
+    for (int v = 0; v < VECS; v++)  // passes over NaN, which e^x keeps
+      largest[v] = larger(load(scores + i + v * LANES), largest[v]);
   best = fold(largest, [](float a, float b) { return a > b ? a : b; });
   for (long i = 0; i < end; i += PANEL)
     for (int v = 0; v < VECS; v++) {

@@ -185,7 +185,7 @@ static void linear_of_few(const W& weights, const Operands& ops) {
 
 constexpr int TILE_VECTORS = 2;
 constexpr int TILE_ROWS = HAS_SCRATCH ? SUMS / TILE_VECTORS : FEW_ROWS;
-constexpr long ROW_BLOCK = 448;  // rows that are copied before they are multiplied
+constexpr long ROW_BLOCK = 224;  // rows that are copied before they are multiplied
 constexpr long MAX_CHUNK = 256;  // inputs in a scratch; a multiple of 16, and so of every STEP, as all are
 constexpr long MANY_TILES = 6;   // of rows: fewer do not pay for a chunk of the full size
 constexpr long FETCHERS = 4;     // tiles of rows that fetch the next chunk among them

@@ -6,9 +6,7 @@
 // e^x, at most 1.01 ulp off. NaN stays NaN, overflow is infinity, and results below the least normal float
 // are as right as denormals can be. (Cephes' reduction and polynomial.)
 static NANO_INLINE Vec exponential(Vec x) {
-  const Vec lowest = broadcast(-104.0f), highest = broadcast(89.0f);  // beyond: zero and infinity
-  x = x < lowest ? lowest : x;
-  x = x > highest ? highest : x;
+  x = smaller(broadcast(89.0f), larger(broadcast(-104.0f), x));  // beyond: infinity and zero
   const Vec magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const Vec n = (x * broadcast(1.44269504f) + magic) - magic;
   Vec r = x - n * broadcast(0.693359375f);  // ln 2 in two parts, the first exact times any n
@@ -20,11 +18,7 @@ static NANO_INLINE Vec exponential(Vec x) {
   p = p * r + broadcast(1.6666665459e-1f);
   p = p * r + broadcast(5.0000001201e-1f);
   p = (r * r) * p + r;
-  p = p + broadcast(1.0f);
-  // 2^n in two factors: each is a normal float where 2^n itself is not.
-  const IntVec whole = __builtin_convertvector(n, IntVec), half = whole >> 1;
-  const IntVec first = (half + 127) << 23, second = (whole - half + 127) << 23;
-  return (p * reinterpret_cast<Vec>(first)) * reinterpret_cast<Vec>(second);
+  return times_power_of_two(p + broadcast(1.0f), n);
 }
 
 // ln x, at most 1.01 ulp off. NaN and negative numbers give NaN, zero -infinity, infinity itself.

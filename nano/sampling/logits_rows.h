@@ -121,7 +121,7 @@ static Best find_best(const Row& row, std::vector<float>& column_best) {
       for (long p = 0; p < PARTS; p++) {
         const Vec v = load(block + i + p * LANES);
         const IntVec bits = reinterpret_cast<IntVec>(v) & 0x7fffffff;
-        largest[p] = v > largest[p] ? v : largest[p];
+        largest[p] = larger(v, largest[p]);
         magnitude = bits > magnitude ? bits : magnitude;
       }
     float* columns = &column_best[b * WIDTH];
