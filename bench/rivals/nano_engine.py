@@ -12,7 +12,8 @@ def main() -> None:
 
         def generate(prompts: list[list[int]], new_tokens: int) -> None:
             params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
-            llm.generate(prompts, params, use_tqdm=False)
+            for output in llm.generate(prompts, params, use_tqdm=False):
+                assert len(output.outputs[0].token_ids) == new_tokens, output
 
         measure(job, generate)
 

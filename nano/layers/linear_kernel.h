@@ -283,8 +283,10 @@ static void many_rows(const W& weights, const Operands& ops, const float* copy, 
 
 template <class W>
 static void linear_of_many(const W& weights, const Operands& ops) {
-  for (long row = 0; row < ops.M; row += ROW_BLOCK) {
-    const RowTiles tiles(std::min(ROW_BLOCK, ops.M - row), TILE_ROWS);
+  const RowTiles blocks(ops.M, ROW_BLOCK);
+  for (long block = 0; block < blocks.count; block++) {
+    const long row = blocks.start(block);
+    const RowTiles tiles(blocks.size(block), TILE_ROWS);
     float* copy = copy_memory(tiles.num_rows * ops.K);
     parallel_for(tiles.count, [&](long tile) {
       const long start = tiles.start(tile);
@@ -300,7 +302,8 @@ static void linear_of_many(const W& weights, const Operands& ops) {
                                                     end);
         }
     };
-    constexpr long PART = PANEL / 2;
+    constexpr long PART = PANEL / 2;  // a whole number of passes for every tile: more than FEW_ROWS rows
+    static_assert(vectors_at_once(FEW_ROWS / 2) * LANES <= PART);  // are never cut into less than half of it
     const long num_parts = (ops.N + PART - 1) / PART, wanted = TASKS_PER_THREAD * nano_num_threads();
     const long cuts = std::min((wanted + num_parts - 1) / num_parts, tiles.count);
     if (cuts == 1)

@@ -66,6 +66,20 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows_and_threads(
         assert torch.equal(weight(x[33:34]), whole[33:34])
 
 
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("num_outputs", [40, 192])
+def test_no_number_of_rows_leaves_an_output_out(num_outputs, storage, set_num_threads):
+    """Around every tile and every block of rows that a kernel cuts them into."""
+    weight, _ = make(num_outputs, 20, storage)
+    x = torch.randn(460, 20)
+    whole = torch.cat([weight(row[None]) for row in x])
+    for num_threads in (1, 2, 3):
+        set_num_threads(num_threads)
+        for num_rows in range(1, len(x) + 1):
+            weight(-x[:num_rows])  # what is left out would be found in the memory it leaves
+            assert torch.equal(weight(x[:num_rows]), whole[:num_rows])
+
+
 @pytest.mark.parametrize("num_rows", [1, 5, 8, 70])
 def test_each_output_is_one_chain_of_sums_over_the_inputs(num_rows):
     # Small integers: every order gives the sum. A huge pair that cancels shows where it was added.
