@@ -7,8 +7,8 @@ from nano.quant.records import Affine4, Symmetric8
 
 # Outputs that fill no panel, one, and several and a bit; odd inputs; a last group that is short.
 SHAPES = [(64, 32), (40, 100), (7, 33), (1, 1), (130, 576), (321, 67)]
-# On either side of every change of method: one row, few, many, tiles that are uneven.
-NUM_ROWS = [*range(1, 18), 25, 70]
+# On either side of every change of method: one row, few, many, uneven tiles, several blocks.
+NUM_ROWS = [*range(1, 18), 25, 70, 225, 229, 460]
 
 
 def affine4(
