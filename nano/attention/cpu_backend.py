@@ -11,15 +11,15 @@ from nano.attention.backend import AttentionBackend, AttentionMetadata
 from nano.kv_spec import LayerKVSpec
 from nano.native.build import load_ops
 
-SOURCE = Path(__file__).with_name("cpu_attention.cpp")
 _LANES = 8
+_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 class CpuBackend(AttentionBackend):
     """Computes in float32 over a float32 or bfloat16 cache, at any block size.
 
     Layout of the cache: [num_blocks, KVH, 2, block_size * D]; what is in a block is the kernel's
-    own affair (see cpu_attention.cpp). It reads whole panels of 16 positions where they lie if the
+    own affair (see paged_attention.h). It reads whole panels of 16 positions where they lie if the
     block size is a multiple of 16, and copies them otherwise, which takes twice as long.
     """
 
@@ -27,17 +27,16 @@ class CpuBackend(AttentionBackend):
 
     def __init__(self, block_size: int, scale: float):
         super().__init__(block_size, scale)
-        self._op = _op()
 
     @classmethod
     def unsupported_reason(cls, spec: LayerKVSpec, device: torch.device) -> str | None:
         if device.type != "cpu":
             return f"it runs on cpu only, not on {device.type}"
-        if spec.dtype not in ("float32", "bfloat16"):
+        if spec.dtype not in _NAMES.values():
             return f"it caches float32 or bfloat16 only, not {spec.dtype}"
         if spec.head_dim % _LANES:
             return f"it needs a head_dim that is a multiple of {_LANES}, not {spec.head_dim}"
-        if _op() is None:
+        if _op(spec.dtype) is None:
             return "it needs a C++ compiler"
         return None
 
@@ -57,14 +56,15 @@ class CpuBackend(AttentionBackend):
         self._step = (table, slots, query_start, seq_lens, self.block_size, self.scale)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, out: Tensor) -> None:
-        assert self._op is not None
-        self._op(q, k, v, kv_cache, out, *self._step)
+        op = _op(_NAMES[kv_cache.dtype])
+        assert op is not None
+        op(q, k, v, kv_cache, out, *self._step)
 
 
 @cache
-def _op() -> Callable[..., None] | None:
-    """The op of cpu_attention.cpp; None without a compiler."""
-    if not load_ops(SOURCE):
+def _op(dtype: str) -> Callable[..., None] | None:
+    """The op for a cache of `dtype`; None without a compiler."""
+    if not load_ops(Path(__file__).with_name(f"{dtype}_attention.cpp")):
         return None
-    op: Callable[..., None] = torch.ops.nano.paged_attention.default
+    op: Callable[..., None] = getattr(torch.ops.nano, f"paged_attention_{dtype}").default
     return op

@@ -1,6 +1,6 @@
 """FloatWeight: a linear layer's weight as floats, in the layout of our CPU kernels.
 
-N outputs, K inputs, M rows. Outputs lie in panels of 64, the last one padded (see cpu_linear.cpp).
+N outputs, K inputs, M rows. Outputs lie in panels of 64, the last one padded (see linear_kernel.h).
 """
 
 from abc import abstractmethod
@@ -15,8 +15,6 @@ from torch.nn import functional
 from nano.layers.packed_weight import PANEL, PackedWeight
 from nano.native.build import load_ops
 
-SOURCE = Path(__file__).with_name("cpu_linear.cpp")
-
 
 class FloatWeight(PackedWeight):
     """Weights that are stored as floats and computed with in float32, which changes no value."""
@@ -27,14 +25,16 @@ class FloatWeight(PackedWeight):
 
     def __init__(self, packed: Tensor, bias: Tensor | None, num_outputs: int, num_inputs: int):
         super().__init__()
+        if not self.is_available():
+            raise RuntimeError(f"the kernel of format {self.format} needs a C++ compiler")
         self.register_buffer("packed", packed, persistent=False)
         self.register_buffer("bias", bias, persistent=False)
         self.num_outputs, self.num_inputs = num_outputs, num_inputs
 
-    @staticmethod
-    def is_available() -> bool:
+    @classmethod
+    def is_available(cls) -> bool:
         """Whether the kernels are: they need a C++ compiler, or a cache filled by one."""
-        return _has_ops()
+        return all(_has_op(name) for name, kind in FLOAT_FORMATS.items() if issubclass(kind, cls))
 
     @staticmethod
     def pack(
@@ -120,12 +120,11 @@ def _panels(weight: Tensor) -> Tensor:
 
 
 @cache
-def _has_ops() -> bool:
-    if not load_ops(SOURCE):
+def _has_op(format: str) -> bool:
+    if not load_ops(Path(__file__).with_name(f"{format}_linear.cpp")):
         return False
-    for name in FLOAT_FORMATS:
-        torch.library.register_fake(
-            f"nano::linear_{name}",
-            lambda x, packed, bias, num_outputs: x.new_empty(x.shape[0], num_outputs),
-        )
+    torch.library.register_fake(
+        f"nano::linear_{format}",
+        lambda x, packed, bias, num_outputs: x.new_empty(x.shape[0], num_outputs),
+    )
     return True

@@ -24,12 +24,10 @@ from nano.layers.cpu_linear import FLOAT_FORMATS, FloatWeight
 from nano.layers.packed_weight import PackedWeight
 from nano.quant.int4_weight import Int4Weight, W4A8Weight
 from nano.quant.int8_weight import Int8Weight, W8A8Weight
-from nano.quant.quantized_weight import sources
 from nano.quant.records import Affine4, Record
 
 _AFFINE4: dict[str, type[Int4Weight]] = {kind.format: kind for kind in (Int4Weight, W4A8Weight)}
 _SYMMETRIC8: dict[str, type[Int8Weight]] = {kind.format: kind for kind in (Int8Weight, W8A8Weight)}
-SOURCES = tuple(sources(("int4", "int8", "w4a8", "w8a8")))  # to be compiled early
 
 
 class SplitWeight(PackedWeight):

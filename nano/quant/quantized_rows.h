@@ -65,9 +65,9 @@ static inline QuantizedRows quantize_rows(const float* x, long K, long group, Ro
   QuantizedRows rows{tiles,
                      num_words,
                      num_groups,
-                     std::make_unique_for_overwrite<int8_t[]>(M * num_words * 4),
-                     std::make_unique_for_overwrite<float[]>(M * num_groups),
-                     std::make_unique_for_overwrite<int32_t[]>(M * num_groups)};
+                     std::unique_ptr<int8_t[]>(new int8_t[M * num_words * 4]),
+                     std::unique_ptr<float[]>(new float[M * num_groups]),
+                     std::unique_ptr<int32_t[]>(new int32_t[M * num_groups])};
   auto quantize = [&](long tile) {
     const long start = tiles.start(tile), R = tiles.size(tile);
     std::vector<int8_t> row(num_words * 4);

@@ -91,7 +91,7 @@ Tensor linear_w4a8(const Tensor& x, const Tensor& packed, const Tensor& scales,
   const Tensor contiguous = x.is_contiguous() ? x : torch::stable::contiguous(x);
   const Operands ops = operands(contiguous, bias, y);
   const QuantizedRows rows = quantize_rows(ops.x, ops.K, GROUP, RowTiles(ops.M, Tile::MAX_ROWS));
-  const auto offsets = std::make_unique_for_overwrite<float[]>(ops.M * rows.num_groups);
+  const auto offsets = std::unique_ptr<float[]>(new float[ops.M * rows.num_groups]);
   for (long i = 0; i < ops.M * rows.num_groups; i++) offsets[i] = rows.scale[i] * (float)rows.sum[i];
   integer_linear(Tile{Int4Weights(packed, scales, group_size), offsets.get(), ops}, rows, ops,
                  (ops.K / 2 + 1) * PANEL);

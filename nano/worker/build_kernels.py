@@ -9,16 +9,16 @@ from nano.config import EngineConfig
 from nano.native.build import build_all
 
 _NANO = Path(__file__).parent.parent
-_FOLDERS = ("layers", "attention", "sampling")  # in the order in which a worker asks
-# What a quantisation asks for besides: its own format, and that of its output layer.
+# The formats of linear layers that a quantisation asks for, the one of the output layer last. Float
+# weights that do not fit bfloat16 ask for float32 when they are read: a guess is enough here.
 _FORMATS = {
-    "int8": ("int8",),
-    "w8a8": ("w8a8", "int8"),
-    "int4": ("int4", "int8"),
-    "w4a8": ("w4a8", "int4", "int8"),
-    "awq": ("int4",),
-    "gptq": ("int4",),
-    "gguf": ("int4", "int8"),
+    "int8": ("quant/int8",),
+    "w8a8": ("quant/w8a8", "quant/int8"),
+    "int4": ("quant/int4", "quant/int8"),
+    "w4a8": ("quant/w4a8", "quant/int4", "quant/int8"),
+    "awq": ("quant/int4", "layers/bfloat16"),
+    "gptq": ("quant/int4", "layers/bfloat16"),
+    "gguf": ("quant/int4", "quant/int8"),
 }
 
 
@@ -27,9 +27,15 @@ def build_kernels(config: EngineConfig) -> threading.Thread:
 
     Nobody need wait for the thread: whoever loads a library waits for its own compilation.
     """
-    formats = _FORMATS.get(config.model.quantization or "", ())
-    sources = [_NANO / "quant" / f"{name}_linear.cpp" for name in formats]
-    sources += [file for folder in _FOLDERS for file in sorted((_NANO / folder).glob("*.cpp"))]
+    formats = _FORMATS.get(config.model.quantization or "", ("layers/bfloat16",))
+    cache = "bfloat16" if config.kv_cache.dtype == "bfloat16" else "float32"
+    names = (  # in the order in which a worker asks
+        "layers/cpu_rows",
+        *(f"{name}_linear" for name in formats),
+        f"attention/{cache}_attention",
+        "sampling/cpu_sampling",
+    )
+    sources = [_NANO / f"{name}.cpp" for name in names]
     thread = threading.Thread(target=_build, args=(sources,), name="build-kernels", daemon=True)
     thread.start()
     return thread

@@ -9,13 +9,23 @@ import pytest
 from nano.config import EngineConfig
 from nano.worker import build_kernels
 
+ALWAYS = {"cpu_rows", "cpu_sampling"}
 
-@pytest.mark.parametrize(("quantization", "more"), [(None, set()), ("int8", {"quant"})])
-def test_what_a_worker_will_load_is_compiled(monkeypatch, quantization, more):
+
+@pytest.mark.parametrize(
+    ("options", "more"),
+    [
+        ({}, {"bfloat16_linear", "float32_attention"}),
+        ({"kv_cache_dtype": "bfloat16"}, {"bfloat16_linear", "bfloat16_attention"}),
+        ({"quantization": "int8"}, {"int8_linear", "float32_attention"}),
+        ({"quantization": "gptq"}, {"int4_linear", "bfloat16_linear", "float32_attention"}),
+    ],
+)
+def test_what_a_worker_will_load_is_compiled(monkeypatch, options, more):
     asked: list[Path] = []
     monkeypatch.setattr(build_kernels, "build_all", asked.extend)
-    build_kernels.build_kernels(EngineConfig.from_args({"quantization": quantization})).join()
-    assert {path.parent.name for path in asked} == {"attention", "layers", "sampling"} | more
+    build_kernels.build_kernels(EngineConfig.from_args(options)).join()
+    assert {path.stem for path in asked} == ALWAYS | more
     assert all(path.is_file() and path.suffix == ".cpp" for path in asked)
 
 

@@ -1,12 +1,14 @@
-// nano::paged_attention: causal attention over a paged KV cache, for ragged batches of any mix of chunk,
-// decode and draft rows. Writes the step's keys and values, then attends: one op.
+// paged_attention<T>: causal attention over a paged KV cache of T (float or BFloat16), for ragged batches of
+// any mix of chunk, decode and draft rows. Writes the step's keys and values, then attends: one op.
 //
 // A row's result is the same bits in any batch, chunk, block size and number of threads; for the order
 // of its sums see attention_rows.h.
 //
-// Cache: [num_blocks][KVH][2][block_size * D], floats or bfloat16. Of the two, keys come first, in panels
+// Cache: [num_blocks][KVH][2][block_size * D]. Of the two, keys come first, in panels
 // of `width` positions, [block_size / width][D][width]; then values, [block_size][D]. The width is 16 if
 // that divides block_size, so that panels are read where they lie; else a block is one panel, and copied.
+#pragma once
+
 #include <atomic>
 #include <memory>
 
@@ -21,25 +23,23 @@ using torch::headeronly::ScalarType;
 
 constexpr long WRITTEN_TOGETHER = 32;  // tokens that one task writes
 
+template <class T>
 struct Cache {
-  void* data;
-  bool is_bfloat16;
+  T* data;
   long kv_heads, block_size, width, dim;
 
-  // Keys of a block; its values follow `size()` later. T: float or BFloat16, as is_bfloat16 says.
-  template <class T>
-  T* keys(long block, long head) const {
-    return static_cast<T*>(data) + (block * kv_heads + head) * 2 * size();
-  }
+  // Keys of a block; its values follow `size()` later.
+  T* keys(long block, long head) const { return data + (block * kv_heads + head) * 2 * size(); }
   long size() const { return block_size * dim; }
 };
 
 // One call of the op.
+template <class T>
 struct Step {
   const float *q, *k, *v;                 // [T][H][D], [T][KVH][D], [T][KVH][D]
   long q_stride, k_stride, v_stride;      // between tokens
   float* out;                             // [T][H][D]
-  Cache cache;
+  Cache<T> cache;
   const int32_t* block_table;             // [R][table_stride]
   const int64_t* slots;                   // [T]
   const int32_t *query_start, *seq_lens;  // [R + 1], [R]
@@ -79,15 +79,15 @@ Scratch scratch_of_thread(long num_rows, long dim) {
 }
 
 template <class T>
-void write_token(const Step& step, long token) {
-  const Cache& cache = step.cache;
+void write_token(const Step<T>& step, long token) {
+  const Cache<T>& cache = step.cache;
   const long slot = step.slots[token], dim = cache.dim, width = cache.width;
   if (slot < 0) return;  // padding
   const long block = slot / cache.block_size, offset = slot % cache.block_size;
   for (long head = 0; head < cache.kv_heads; head++) {
     const float* k = step.k + token * step.k_stride + head * dim;
     const float* v = step.v + token * step.v_stride + head * dim;
-    T* keys = cache.keys<T>(block, head);
+    T* keys = cache.keys(block, head);
     T* values = keys + cache.size() + offset * dim;
     keys += offset / width * width * dim + offset % width;
     for (long d = 0; d < dim; d++) keys[d * width] = from_float<T>(k[d]);
@@ -95,12 +95,13 @@ void write_token(const Step& step, long token) {
   }
 }
 
-void write_tokens(const Step& step) {
+template <class T>
+void write_tokens(const Step<T>& step) {
   const long num_tokens = step.query_start[step.num_requests];
   parallel_for((num_tokens + WRITTEN_TOGETHER - 1) / WRITTEN_TOGETHER, [&](long task) {
     const long first = task * WRITTEN_TOGETHER;
     for (long t = first; t < std::min(first + WRITTEN_TOGETHER, num_tokens); t++)
-      step.cache.is_bfloat16 ? write_token<BFloat16>(step, t) : write_token<float>(step, t);
+      write_token(step, t);
   });
 }
 
@@ -112,7 +113,7 @@ inline void widen(const T* from, long count, float* to) {
 // The pages of one request for one KV head.
 template <class T>
 struct Pages {
-  const Cache& cache;
+  const Cache<T>& cache;
   const int32_t* blocks;
   long head;
 
@@ -141,7 +142,7 @@ struct Pages {
 
  private:
   const T* keys_of(long position) const {
-    return cache.keys<T>(blocks[position / cache.block_size], head);
+    return cache.keys(blocks[position / cache.block_size], head);
   }
 };
 
@@ -208,7 +209,7 @@ void find_panels(const Pages<T>& pages, long start, long num_panels, long last_s
 
 // What a tile's rows gather in one range, into `state`. Rows that see nothing of it are left alone.
 template <class T>
-void attend(const Step& step, const Tile& tile, long head, long range, const Scratch& scratch,
+void attend(const Step<T>& step, const Tile& tile, long head, long range, const Scratch& scratch,
             const State& state) {
   const long dim = step.cache.dim, num_rows = tile.num_rows();
   const Pages<T> pages{step.cache, step.block_table + tile.request * step.table_stride, head};
@@ -247,9 +248,10 @@ void attend(const Step& step, const Tile& tile, long head, long range, const Scr
 }
 
 // The attention of one step, task by task.
+template <class T>
 class Job {
  public:
-  Job(const Step& step, const Tasks& tasks, float* states)
+  Job(const Step<T>& step, const Tasks& tasks, float* states)
       : step_(step), tasks_(tasks), states_(states),
         num_done_(new std::atomic<long>[tasks.splits.size() * step.cache.kv_heads]()) {}
 
@@ -287,8 +289,7 @@ class Job {
 
   void gather(const Tile& tile, long head, long range, const Scratch& scratch,
               const State& state) const {
-    const auto attend_as = step_.cache.is_bfloat16 ? attend<BFloat16> : attend<float>;
-    attend_as(step_, tile, head, range, scratch, state);
+    attend(step_, tile, head, range, scratch, state);
   }
 
   void take_in(const Tile& tile, long range, const State& state, const State& next) const {
@@ -312,13 +313,14 @@ class Job {
     }
   }
 
-  const Step& step_;
+  const Step<T>& step_;
   const Tasks& tasks_;
   float* states_;
   std::unique_ptr<std::atomic<long>[]> num_done_;  // pieces, [splits][KVH]
 };
 
-void run(const Step& step) {
+template <class T>
+void run(const Step<T>& step) {
   write_tokens(step);  // all of them first: requests may share what they write
   const long kv_heads = step.cache.kv_heads;
   const Tasks tasks = make_tasks(
@@ -339,29 +341,32 @@ const float* tokens_of(const Tensor& x, long num_heads, long dim) {
   return static_cast<const float*>(x.data_ptr());
 }
 
+template <class T>
 void paged_attention(Tensor q, Tensor k, Tensor v, Tensor kv_cache, Tensor out, Tensor block_table,
                      Tensor slots, Tensor query_start, Tensor seq_lens, int64_t block_size,
                      double scale) {
   const long num_heads = q.size(1), kv_heads = k.size(1), dim = q.size(2);
   STD_TORCH_CHECK(out.is_contiguous(), "paged_attention fills a contiguous tensor");
-  const Cache cache{kv_cache.data_ptr(), kv_cache.scalar_type() == ScalarType::BFloat16,
-                    kv_heads, block_size, block_size % PANEL ? block_size : PANEL, dim};
-  run({tokens_of(q, num_heads, dim), tokens_of(k, kv_heads, dim), tokens_of(v, kv_heads, dim),
-       q.stride(0), k.stride(0), v.stride(0), static_cast<float*>(out.data_ptr()), cache,
-       static_cast<const int32_t*>(block_table.data_ptr()),
-       static_cast<const int64_t*>(slots.data_ptr()),
-       static_cast<const int32_t*>(query_start.data_ptr()),
-       static_cast<const int32_t*>(seq_lens.data_ptr()), seq_lens.size(0), block_table.stride(0),
-       num_heads, (float)scale});
+  STD_TORCH_CHECK(kv_cache.element_size() == (int64_t)sizeof(T), "a cache of another type");
+  const Cache<T> cache{static_cast<T*>(kv_cache.data_ptr()), kv_heads, block_size,
+                       block_size % PANEL ? block_size : PANEL, dim};
+  run(Step<T>{
+      tokens_of(q, num_heads, dim), tokens_of(k, kv_heads, dim), tokens_of(v, kv_heads, dim),
+      q.stride(0), k.stride(0), v.stride(0), static_cast<float*>(out.data_ptr()), cache,
+      static_cast<const int32_t*>(block_table.data_ptr()),
+      static_cast<const int64_t*>(slots.data_ptr()),
+      static_cast<const int32_t*>(query_start.data_ptr()),
+      static_cast<const int32_t*>(seq_lens.data_ptr()), seq_lens.size(0), block_table.stride(0),
+      num_heads, (float)scale});
 }
+
+// Define the op for caches of T in this file's library.
+#define NANO_PAGED_ATTENTION(NAME, T)                                                              \
+  STABLE_TORCH_LIBRARY_FRAGMENT(nano, m) {                                                         \
+    m.def(NAME                                                                                     \
+          "(Tensor q, Tensor k, Tensor v, Tensor(a!) kv_cache, Tensor(b!) out, Tensor block_table, " \
+          "Tensor slots, Tensor query_start, Tensor seq_lens, int block_size, float scale) -> ()"); \
+  }                                                                                                \
+  STABLE_TORCH_LIBRARY_IMPL(nano, CPU, m) { m.impl(NAME, TORCH_BOX(&paged_attention<T>)); }
 
 }  // namespace
-
-STABLE_TORCH_LIBRARY_FRAGMENT(nano, m) {
-  m.def(
-      "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) kv_cache, Tensor(b!) out, "
-      "Tensor block_table, Tensor slots, Tensor query_start, Tensor seq_lens, int block_size, "
-      "float scale) -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(nano, CPU, m) { m.impl("paged_attention", TORCH_BOX(&paged_attention)); }
