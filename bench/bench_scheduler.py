@@ -42,7 +42,7 @@ def make_output(plan: StepPlan) -> StepOutput:
         request_ids=list(plan.num_scheduled_tokens),
         token_ids=[[7] for _ in range(num_requests)],
         draft_token_ids=[[] for _ in range(num_requests)],
-        draft_sources=[[] for _ in range(num_requests)],
+        draft_sources=[""] * num_requests,
     )
 
 

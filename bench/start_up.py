@@ -37,7 +37,7 @@ params = SamplingParams(temperature=0.0, max_tokens=1)
 llm.generate("Once upon a time", params, use_tqdm=False)
 say("FIRST TOKEN")
 core = llm._client._core
-while {waits} and core._executor._worker.model_forward.poll() is not None:
+while {waits} and core._executor._worker.target.forward.poll() is not None:
     time.sleep(0.05)
 print([name for name in sys.modules if name in ("torch._dynamo", "torch._inductor")] or "", end="")
 llm.close()

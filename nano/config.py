@@ -19,6 +19,7 @@ from nano.checkpoint.hf_config import DecoderConfig, load_decoder_config
 from nano.checkpoint.locate import locate_model
 from nano.errors import ConfigError
 from nano.log import get_logger
+from nano.spec.options import SpeculativeOptions
 
 logger = get_logger(__name__)
 
@@ -87,6 +88,7 @@ class EngineConfig:
     attention: AttentionOptions = field(default_factory=AttentionOptions)
     compile: CompileOptions = field(default_factory=CompileOptions)
     device: DeviceOptions = field(default_factory=DeviceOptions)
+    speculative: SpeculativeOptions = field(default_factory=SpeculativeOptions)
 
     def __post_init__(self) -> None:
         at_least = {
@@ -151,6 +153,9 @@ class EngineConfig:
                 raise ConfigError(f"unknown section [{section}]; known: {', '.join(known)}")
             if not isinstance(values, dict):
                 raise ConfigError(f"[{section}] must be a table of options, got {values!r}")
+            if known[section] is SpeculativeOptions:  # which has vLLM's forms, not fields alone
+                parts[section] = SpeculativeOptions.parse(values)
+                continue
             hints = get_type_hints(known[section])
             for name, value in values.items():
                 if name not in hints:
@@ -267,6 +272,7 @@ class EngineArg:
     section: str
     field: str
     help: str
+    type: Any = None  # of the flag; None: the field's own
 
 
 ENGINE_ARGS: dict[str, EngineArg] = {
@@ -324,6 +330,18 @@ ENGINE_ARGS: dict[str, EngineArg] = {
         "startup",
         "eager-first serves at once and swaps compiled pieces in; compiled-first waits for them",
     ),
+    "speculative_config": EngineArg(
+        "speculative",
+        "speculative_config",
+        "JSON: proposers of draft tokens, and how they are used (see README)",
+        str,
+    ),
+    "speculative_model": EngineArg(
+        "speculative", "speculative_model", "a draft model: a config with its other defaults", str
+    ),
+    "num_speculative_tokens": EngineArg(
+        "speculative", "num_speculative_tokens", "most drafts per step of that model", int
+    ),
     "device": EngineArg("device", "kind", "where to compute"),
     "threads": EngineArg("device", "num_threads", "CPU threads of the engine"),
 }
@@ -356,6 +374,8 @@ def config_from_arguments(namespace: argparse.Namespace) -> EngineConfig:
 
 
 def _field_type(arg: EngineArg) -> Any:
+    if arg.type is not None:
+        return arg.type
     return get_type_hints(get_type_hints(EngineConfig)[arg.section])[arg.field]
 
 

@@ -25,10 +25,13 @@ from nano.log import ensure_logging
 from nano.outputs import RequestOutput
 from nano.prompts import (
     Message,
+    Prediction,
     Prompt,
+    Speculative,
     as_conversations,
     as_prompts,
     per_prompt,
+    predictions_per_prompt,
     unpack,
     with_text_content,
 )
@@ -67,6 +70,7 @@ class LLM:
             load_decoder_config(folder),
             self.tokenizer,
             num_kv_slots=self._client.ready.num_kv_slots,
+            proposers=self._client.ready.proposers,
         )
         self._outputs = OutputProcessor(self.tokenizer)
         self._counter = itertools.count()
@@ -81,6 +85,9 @@ class LLM:
         stream: Literal[False] = False,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        speculative: Speculative | Sequence[Speculative | None] | None = None,
+        prediction: Prediction | Sequence[Prediction | None] | None = None,
+        speculative_trace: bool = False,
     ) -> list[RequestOutput]: ...
 
     @overload
@@ -92,6 +99,9 @@ class LLM:
         stream: Literal[True],
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        speculative: Speculative | Sequence[Speculative | None] | None = None,
+        prediction: Prediction | Sequence[Prediction | None] | None = None,
+        speculative_trace: bool = False,
     ) -> Iterator[RequestOutput]: ...
 
     def generate(
@@ -102,6 +112,9 @@ class LLM:
         stream: bool = False,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        speculative: Speculative | Sequence[Speculative | None] | None = None,
+        prediction: Prediction | Sequence[Prediction | None] | None = None,
+        speculative_trace: bool = False,
     ) -> list[RequestOutput] | Iterator[RequestOutput]:
         """Continue one prompt or many.
 
@@ -111,9 +124,22 @@ class LLM:
         any; leaving it early aborts what is unfinished. Raises `InvalidRequest` before anything
         is queued if any prompt or parameter is bad; a request that fails later has
         finish_reason "error" in its own output.
+
+        What follows changes the time an answer takes, never the answer. `speculative` is
+        {"method" or "methods", "num_tokens", "enabled"}, `prediction` what you think will come, a
+        text or token ids; each is one for all prompts or a list with one, or None, per prompt.
+        A finished completion's `speculative` says what was in force and what came of it; with
+        `speculative_trace`, its `speculative_trace` says where each token came from.
         """
-        batch = as_prompts(prompts)
-        requests = self._prepare(batch, sampling_params, priority, add_special_tokens=True)
+        requests = self._prepare(
+            as_prompts(prompts),
+            sampling_params,
+            priority,
+            speculative,
+            prediction,
+            speculative_trace=speculative_trace,
+            add_special_tokens=True,
+        )
         return self._run(requests, stream, use_tqdm)
 
     def chat(
@@ -126,6 +152,9 @@ class LLM:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        speculative: Speculative | Sequence[Speculative | None] | None = None,
+        prediction: Prediction | Sequence[Prediction | None] | None = None,
+        speculative_trace: bool = False,
     ) -> list[RequestOutput] | Iterator[RequestOutput]:
         """Answer one conversation or many, rendered by the model's chat template.
 
@@ -141,7 +170,15 @@ class LLM:
             for conversation in as_conversations(messages)
         ]
         # The template writes BOS itself where the model wants one.
-        requests = self._prepare(texts, sampling_params, None, add_special_tokens=False)
+        requests = self._prepare(
+            texts,
+            sampling_params,
+            None,
+            speculative,
+            prediction,
+            speculative_trace=speculative_trace,
+            add_special_tokens=False,
+        )
         return self._run(requests, stream, use_tqdm)
 
     def get_tokenizer(self) -> Tokenizer:
@@ -150,6 +187,16 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """What a request without sampling parameters gets: generation_config.json's values."""
         return self._inputs.default_sampling_params()
+
+    @property
+    def fingerprint(self) -> str:
+        """Names how this engine computes: equal fingerprint and seed, equal tokens."""
+        return self._client.ready.numerics_id
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether no bit of an answer depends on what else is computed, and how."""
+        return self._client.ready.is_exact
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. False, and nothing happens, while requests run."""
@@ -179,14 +226,23 @@ class LLM:
         prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Sequence[int] | None,
+        speculative: Speculative | Sequence[Speculative | None] | None,
+        prediction: Prediction | Sequence[Prediction | None] | None,
         *,
+        speculative_trace: bool,
         add_special_tokens: bool,
     ) -> list[PreparedRequest]:
         """Check and tokenise everything; nothing is queued yet."""
-        params = per_prompt("sampling_params", sampling_params, len(prompts))
-        priorities = per_prompt("priority", priority, len(prompts))
+        count = len(prompts)
+        rows = zip(
+            prompts,
+            per_prompt("sampling_params", sampling_params, count),
+            per_prompt("priority", priority, count),
+            per_prompt("speculative", speculative, count),
+            predictions_per_prompt(prediction, count),
+        )
         prepared = []
-        for prompt, params_, priority_ in zip(prompts, params, priorities):
+        for prompt, params_, priority_, speculative_, prediction_ in rows:
             content, cache_salt = unpack(prompt)
             prepared.append(
                 self._inputs.process(
@@ -197,6 +253,9 @@ class LLM:
                     priority=priority_ or 0,
                     cache_salt=cache_salt,
                     add_special_tokens=add_special_tokens,
+                    speculative=speculative_,
+                    prediction=prediction_,
+                    speculative_trace=speculative_trace,
                 )
             )
         return prepared

@@ -6,6 +6,7 @@ The caller's records have vLLM's names and shapes.
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from nano.speculation import TARGET, DraftRecord, ProposerStats, SpeculationStats
 from nano.step import TokenLogprobs
 
 
@@ -34,6 +35,8 @@ class TokenOutput:
     num_cached_tokens: int | None = None  # set in the first output
     first_scheduled_time: float | None = None  # set in the first output; time.monotonic()
     error: str | None = None  # with finish_reason "error"
+    draft: DraftRecord | None = None  # the step's, if the request traces them
+    speculation: SpeculationStats | None = None  # of the whole request, set in the last output
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +53,97 @@ PositionLogprobs = dict[int, Logprob]
 
 
 @dataclass(slots=True)
+class SpeculationReport:
+    """What was in force for one completion, and what came of it.
+
+    enabled             what the request said
+    num_tokens          most drafts per step of each method in force, the preferred one first
+    prediction_methods  of those, the ones that guess from the request's `prediction`
+    stats               over the completion's own tokens: what a stop string cut off is not counted
+    """
+
+    enabled: bool
+    num_tokens: dict[str, int]
+    prediction_methods: tuple[str, ...] = ()
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        return tuple(self.num_tokens)
+
+    @property
+    def num_accepted_prediction_tokens(self) -> int:
+        return sum(stats.num_accepted_tokens for stats in self._prediction_stats())
+
+    @property
+    def num_rejected_prediction_tokens(self) -> int:
+        drafted = sum(stats.num_draft_tokens for stats in self._prediction_stats())
+        return drafted - self.num_accepted_prediction_tokens
+
+    def count(self, num_tokens: int, record: DraftRecord | None) -> None:
+        """Add one step that sampled, of which the completion has the first `num_tokens` tokens."""
+        record = record or DraftRecord(0, "", [], [0])
+        num_drafts, num_accepted = len(record.draft_token_ids), len(record.token_ids) - 1
+        self.stats.count(record.proposer, num_drafts, num_accepted, num_tokens)
+
+    def _prediction_stats(self) -> list[ProposerStats]:
+        by_proposer = self.stats.by_proposer
+        return [by_proposer[name] for name in self.prediction_methods if name in by_proposer]
+
+
+@dataclass(frozen=True, slots=True)
+class RejectedDraft:
+    """A draft that the target overruled. Those behind it fell unjudged: they are only counted."""
+
+    step: int
+    position: int  # of the sampled token in the output
+    draft_token_id: int
+    sampled_token_id: int
+    source: str  # the proposer
+    num_unjudged: int
+
+
+@dataclass(slots=True)
+class SpeculationTrace:
+    """Where a completion's tokens came from, and which drafts did not become tokens.
+
+    Entry i of `sources` and `steps` is of token i: the proposer that had guessed it or "target",
+    and the engine's step.
+    """
+
+    sources: list[str] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    rejected: list[RejectedDraft] = field(default_factory=list)
+
+    def add(self, num_tokens: int, position: int, record: DraftRecord) -> None:
+        """Add the first `num_tokens` tokens of one step, which the output has from `position` on.
+
+        A draft counts as rejected only if the token sampled instead is among them.
+        """
+        num_accepted = len(record.token_ids) - 1
+        num_guessed = min(num_accepted, num_tokens)
+        self.sources += [record.proposer] * num_guessed + [TARGET] * (num_tokens - num_guessed)
+        self.steps += [record.step] * num_tokens
+        num_drafts = len(record.draft_token_ids)
+        if num_accepted < min(num_drafts, num_tokens):
+            self.rejected.append(
+                RejectedDraft(
+                    step=record.step,
+                    position=position + num_accepted,
+                    draft_token_id=record.draft_token_ids[num_accepted],
+                    sampled_token_id=record.token_ids[num_accepted],
+                    source=record.proposer,
+                    num_unjudged=num_drafts - num_accepted - 1,
+                )
+            )
+
+
+@dataclass(slots=True)
 class CompletionOutput:
-    """One of a request's `n` completions. `text` and `token_ids` grow when streamed."""
+    """One of a request's `n` completions. `text` and `token_ids` grow when streamed.
+
+    Completions compare equal however they were speculated: that is the promise.
+    """
 
     index: int
     text: str
@@ -62,6 +154,10 @@ class CompletionOutput:
     stop_reason: int | str | None = None  # the stop token or string; None for EOS
     seed: int | None = None  # the seed this completion was sampled with
     error: str | None = None
+    # Once finished, if the engine has any proposer or the request asked.
+    speculative: SpeculationReport | None = field(default=None, compare=False)
+    # Of `token_ids`, if the request asked.
+    speculative_trace: SpeculationTrace | None = field(default=None, compare=False)
 
     @property
     def is_finished(self) -> bool:

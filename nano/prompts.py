@@ -1,4 +1,4 @@
-"""What a library caller may hand over as prompts, and as conversations. Torch-free.
+"""What a library caller may hand over as prompts, conversations and predictions. Torch-free.
 
 A text, token ids, or a mapping in vLLM's shape is one prompt; a list of those is many. Anything
 else is refused by name.
@@ -13,6 +13,8 @@ from nano.errors import InvalidRequest
 # A text, token ids, or vLLM's {"prompt": ...} / {"prompt_token_ids": ...} (with "cache_salt").
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
+Speculative = Mapping[str, Any]  # what `RequestSpeculation.parse` takes
+Prediction = str | Sequence[int]
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
@@ -88,9 +90,17 @@ def unpack(prompt: Prompt) -> tuple[str | Sequence[int], str | None]:
     return content, prompt.get("cache_salt")
 
 
+def predictions_per_prompt(given: Any, count: int) -> Iterable[Any]:
+    """One prediction for every prompt, or a list with one, or None, each."""
+    is_token_ids = isinstance(given, Sequence) and (not given or isinstance(given[0], int))
+    if is_token_ids:  # an empty list predicts nothing, for all
+        return itertools.repeat(given, count)
+    return per_prompt("prediction", given, count)
+
+
 def per_prompt(name: str, given: Any, count: int) -> Iterable[Any]:
     """`given` once per prompt; a list must have exactly one entry each."""
-    if not isinstance(given, Sequence):
+    if isinstance(given, str) or not isinstance(given, Sequence):
         return itertools.repeat(given, count)
     if len(given) != count:
         raise InvalidRequest(f"{name} has {len(given)} entries for {count} prompts", name)

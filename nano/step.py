@@ -25,7 +25,10 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """Ask `proposer` for up to `num_tokens` drafts after this step."""
+    """Ask `proposer` for up to `num_tokens` drafts after this step.
+
+    Of several for one request, the first that has any guess is the one that counts.
+    """
 
     proposer: str
     num_tokens: int
@@ -43,6 +46,10 @@ class NewRequest:
     sampling_params: SamplingParams  # seed is never None here
     eos_token_ids: tuple[int, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    cache_salt: str | None = None  # text is guessed from no other salt's
+    prediction_token_ids: tuple[int, ...] = ()  # what the caller thinks will come
+    proposers: tuple[str, ...] = ()  # that may ever guess for it
+    num_verifications: int = 0  # steps that sampled so far, before any preemption too
 
 
 @dataclass(slots=True)
@@ -57,8 +64,10 @@ class StepPlan:
     num_computed_tokens: dict[str, int] = field(default_factory=dict)
     new_requests: list[NewRequest] = field(default_factory=list)
     new_block_ids: dict[str, list[int]] = field(default_factory=dict)  # append to known rows
-    # Forget these rows before anything else: finished, aborted or preempted since the last plan.
+    # Forget these rows before anything else: since the last plan they have finished, were aborted,
+    # or were preempted and will come again as new requests.
     finished_request_ids: list[str] = field(default_factory=list)
+    preempted_request_ids: list[str] = field(default_factory=list)
     draft_requests: dict[str, tuple[DraftRequest, ...]] = field(default_factory=dict)
 
     @property
@@ -77,10 +86,13 @@ class StepOutput:
     request_ids: list[str]
     token_ids: list[list[int]]  # accepted drafts and one more; [] while known tokens remain
     draft_token_ids: list[list[int]]  # proposed for the next step
-    draft_sources: list[list[str]]  # the proposer of each of those
+    draft_sources: list[str]  # the proposer of those, "" if there are none
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)  # of token_ids
     # Prompt tokens num_computed + 1 ... of this step's chunk, for requests that asked.
     prompt_logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)  # requests that failed, and why
     forward_seconds: float = 0.0
     sample_seconds: float = 0.0
+    draft_seconds: float = 0.0  # of the proposers that run a model
+    num_draft_passes: int = 0  # of such models, and
+    num_draft_pass_tokens: int = 0  # tokens in these passes

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -59,8 +60,27 @@ def test_every_option_has_an_argument():
         (section.name, option.name)
         for section in dataclasses.fields(EngineConfig)
         for option in dataclasses.fields(section.default_factory)
+        if section.name != "speculative"  # one argument is all of it, and two are shorthands
     }
-    assert {(arg.section, arg.field) for arg in ENGINE_ARGS.values()} == options
+    arguments = [arg for arg in ENGINE_ARGS.values() if arg.section != "speculative"]
+    assert {(arg.section, arg.field) for arg in arguments} == options
+
+
+def test_speculation_is_configured_alike_by_every_way(tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[[speculative.proposers]]\nmethod = "ngram"\nnum_speculative_tokens = 3\n')
+    text = '{"method": "ngram", "num_speculative_tokens": 3}'
+    configs = [
+        EngineConfig.from_args({"speculative_config": json.loads(text)}),
+        EngineConfig.from_args({"speculative_model": "[ngram]", "num_speculative_tokens": 3}),
+        EngineConfig.from_toml(recipe),
+        parse("--speculative-config", text),
+    ]
+    assert configs[0].speculative.proposers[0].num_speculative_tokens == 3
+    assert all(config == configs[0] for config in configs)
+    assert (
+        EngineConfig.from_sections(json.loads(json.dumps(configs[0].to_sections()))) == configs[0]
+    )
 
 
 def test_the_shipped_recipes_are_complete_and_valid():

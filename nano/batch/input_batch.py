@@ -30,6 +30,15 @@ class LogitsRows:
 
 
 @dataclass(slots=True)
+class StepTokens:
+    """The tokens of one pass of a model, ragged over its requests."""
+
+    input_ids: Tensor  # [T] int32 device
+    positions: Tensor  # [T] int64 device
+    attention: AttentionMetadata
+
+
+@dataclass(slots=True)
 class InputBatch:
     """One step's inputs. Batch order is short queries first; it says nothing about rows."""
 
@@ -69,16 +78,45 @@ class InputBatchBuilder:
         states = self.states
         order = sorted(plan.num_scheduled_tokens.items(), key=lambda item: item[1])
         request_ids = [request_id for request_id, _ in order]
-        num_requests = len(order)
         rows = np.array([states.row_of[r] for r in request_ids], np.int64)
         num_scheduled = np.array([n for _, n in order], np.int32)
         drafts = plan.draft_token_ids
         num_drafts = np.array([len(drafts.get(r, ())) for r in request_ids], np.int32)
 
+        num_computed = states.num_computed_tokens[rows]
+        tokens = self.gather(rows, num_computed, num_scheduled)
+        query_start, seq_lens = tokens.attention.query_start_loc, tokens.attention.seq_lens
+        num_rows = num_drafts + 1
+        logits_start = _starts(num_rows)
+        return InputBatch(
+            request_ids=request_ids,
+            rows=rows,
+            num_scheduled=num_scheduled,
+            num_drafts=num_drafts,
+            is_sampling=seq_lens == states.num_tokens[rows] + num_drafts,
+            input_ids=tokens.input_ids,
+            positions=tokens.positions,
+            logits_start=logits_start,
+            logits=self._rows(
+                rows, query_start[1:] - num_rows, seq_lens - num_rows, num_rows, logits_start
+            ),
+            prompt_logits=self._prompt_rows(rows, query_start, num_computed, num_scheduled),
+            attention=tokens.attention,
+        )
+
+    def gather(
+        self, rows: np.ndarray, num_computed: np.ndarray, num_scheduled: np.ndarray
+    ) -> StepTokens:
+        """`num_scheduled[i]` tokens of `rows[i]` from position `num_computed[i]` on.
+
+        rows: [R] int64; the others [R] int32, `num_scheduled` rising and at least 1. Whatever the
+        row holds at those positions is taken, drafts and guesses included.
+        """
+        states = self.states
+        num_requests = len(rows)
         query_start = np.zeros(num_requests + 1, np.int32)
         num_scheduled.cumsum(out=query_start[1:])
         num_tokens = int(query_start[-1])
-        num_computed = states.num_computed_tokens[rows]
         seq_lens = num_computed + num_scheduled
 
         # Position of every token: its rank in its own query, after what is computed.
@@ -102,21 +140,9 @@ class InputBatchBuilder:
         block_table[:] = states.block_table[rows, :max_blocks]
 
         to_device = self.device.to_device
-        num_rows = num_drafts + 1
-        logits_start = _starts(num_rows)
-        return InputBatch(
-            request_ids=request_ids,
-            rows=rows,
-            num_scheduled=num_scheduled,
-            num_drafts=num_drafts,
-            is_sampling=seq_lens == states.num_tokens[rows] + num_drafts,
+        return StepTokens(
             input_ids=to_device(input_ids),
             positions=to_device(positions),
-            logits_start=logits_start,
-            logits=self._rows(
-                rows, query_start[1:] - num_rows, seq_lens - num_rows, num_rows, logits_start
-            ),
-            prompt_logits=self._prompt_rows(rows, query_start, num_computed, num_scheduled),
             attention=AttentionMetadata(
                 num_requests=num_requests,
                 num_tokens=num_tokens,

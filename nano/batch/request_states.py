@@ -2,7 +2,8 @@
 
 Owner of all per-request state below the scheduler. A row is taken at admission and kept until the
 request finishes or is preempted; rows never move, so nothing can be copied wrongly between
-requests. Only `apply` (the plan's news) and `commit` (the step's result) write.
+requests. Only `apply` (the plan's news) and `commit` (the step's result) write; proposers use the
+space behind the known tokens while they guess (`put_draft`, `keep_draft_probs`).
 
     token_ids row:  [ prompt ........ | accepted output .. | drafts of this step | unused ]
                                        ^ num_prompt_tokens  ^ num_tokens
@@ -11,6 +12,7 @@ requests. Only `apply` (the plan's news) and `commit` (the step's result) write.
 from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 
 from nano.sampling_params import SamplingParams
 from nano.step import NewRequest, StepPlan
@@ -43,6 +45,8 @@ class RequestStates:
 
     def __init__(self, max_num_requests: int, max_model_len: int, block_size: int):
         self.max_num_requests = max_num_requests
+        self.max_model_len = max_model_len
+        self.block_size = block_size
         max_blocks = -(-max_model_len // block_size)
         # Untouched pages of these cost no memory, so the sizes are simply the worst case.
         self.token_ids = np.zeros((max_num_requests, max_model_len + 1), np.int32)
@@ -60,14 +64,19 @@ class RequestStates:
         self.edits_tokens = np.zeros(max_num_requests, np.bool_)
         self.is_penalised = np.zeros(max_num_requests, np.bool_)
         self.penalties = np.zeros((max_num_requests, 3))  # repetition, frequency, presence
+        self.num_verifications = np.zeros(max_num_requests, np.int64)  # steps that sampled
+        # By row, where the acceptance rule asks for it: [k, V] float32, what the drafts proposed
+        # last were drawn from.
+        self.draft_probs: dict[int, Tensor] = {}
         self.row_of: dict[str, int] = {}
         self._free_rows = list(range(max_num_requests - 1, -1, -1))
 
     def apply(self, plan: StepPlan) -> None:
         """Forget, admit and extend rows as the plan says; put its drafts behind known tokens."""
-        for request_id in plan.finished_request_ids:
+        for request_id in (*plan.finished_request_ids, *plan.preempted_request_ids):
             row = self.row_of.pop(request_id)
             self.params[row] = None
+            self.draft_probs.pop(row, None)
             self._free_rows.append(row)
         for new in plan.new_requests:
             self._admit(new)
@@ -92,6 +101,7 @@ class RequestStates:
         self.num_tokens[row] = num_tokens
         self.num_prompt_tokens[row] = new.num_prompt_tokens
         self.num_computed_tokens[row] = new.num_computed_tokens
+        self.num_verifications[row] = new.num_verifications
         self.num_blocks[row] = 0
         self._append_blocks(row, new.block_ids)
         params = new.sampling_params
@@ -126,6 +136,23 @@ class RequestStates:
         start = self.num_tokens[row]
         self.token_ids[row, start : start + len(token_ids)] = token_ids
         self.num_tokens[row] = start + len(token_ids)
+        if token_ids:
+            self.num_verifications[row] += 1
+            self.draft_probs.pop(row, None)
+
+    def most_drafts(self, row: int) -> int:
+        """Guesses that a model can make behind the known tokens: it writes KV from the newest of
+        them on, of all guesses but the last, and these slots must be the row's own."""
+        num_slots = min(int(self.num_blocks[row]) * self.block_size, self.max_model_len)
+        return max(0, num_slots - int(self.num_tokens[row]) + 1)
+
+    def put_draft(self, row: int, index: int, token_id: int) -> None:
+        """A guess while others are made: whoever samples behind it sees it as known."""
+        self.token_ids[row, self.num_tokens[row] + index] = token_id
+
+    def keep_draft_probs(self, row: int, probs: Tensor) -> None:
+        """Until the drafts are verified: [k, V] float32, see `draft_probs`."""
+        self.draft_probs[row] = probs
 
     def row_params(self, row: int) -> RowParams:
         params = self.params[row]

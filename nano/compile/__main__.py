@@ -90,7 +90,7 @@ def _compile_ahead(config: EngineConfig) -> Path:
     worker.load()
     worker.close()
     store = ArtifactStore.default()
-    folder = None if store is None else store.find(worker.model_forward.key)
+    folder = None if store is None else store.find(worker.target.forward.key)
     if folder is None:
         raise ConfigError("no compiled pieces came about; the log says why")
     return folder

@@ -13,8 +13,11 @@ from nano.errors import InvalidRequest
 from nano.kv_cache.kv_cache_manager import KVCacheManager
 from nano.kv_spec import KVCacheConfig
 from nano.outputs import FinishReason, TokenOutput
+from nano.scheduler.draft_planner import DraftPlanner
+from nano.scheduler.draft_policy import DraftPolicy
 from nano.scheduler.request import Request
 from nano.scheduler.scheduler import Scheduler
+from nano.speculation import ProposerInfo
 from nano.step import StepOutput, StepPlan
 from nano.worker.build_kernels import build_kernels
 
@@ -35,9 +38,15 @@ class WorkerInfo(Protocol):
     @property
     def costly_context(self) -> int | None: ...
     @property
+    def proposers(self) -> tuple[ProposerInfo, ...]: ...
+    @property
+    def verification_seconds(self) -> tuple[tuple[int, float], ...]: ...
+    @property
     def step_seconds(self) -> float: ...
     @property
     def numerics_id(self) -> str: ...
+    @property
+    def is_exact(self) -> bool: ...
 
 
 class Executor(Protocol):
@@ -68,6 +77,12 @@ class EngineCore:
             num_lookahead_tokens=info.num_lookahead_tokens,
             root=info.numerics_id,
         )
+        policy = DraftPolicy(
+            info.proposers,
+            info.verification_seconds,
+            is_static=config.speculative.draft_length == "static",
+        )
+        self._drafts = DraftPlanner(info.proposers, policy)
         self._scheduler = Scheduler(
             kv_cache,
             max_model_len=config.model.max_model_len,
@@ -76,6 +91,7 @@ class EngineCore:
             policy=config.scheduler.policy,
             long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
             costly_context=info.costly_context,
+            drafts=self._drafts,
         )
         self._num_steps = 0
         self.step_seconds = info.step_seconds  # predicted for a full step
@@ -85,6 +101,8 @@ class EngineCore:
             block_size=info.kv_cache.block_size,
             token_budget=info.token_budget,
             numerics_id=info.numerics_id,
+            proposers=info.proposers,
+            is_exact=info.is_exact,
         )
 
     @property
@@ -103,6 +121,9 @@ class EngineCore:
                     bad_words_token_ids=request.bad_words_token_ids,
                     priority=request.priority,
                     cache_salt=request.cache_salt,
+                    speculation=request.speculation,
+                    prediction_token_ids=request.prediction_token_ids,
+                    traces_drafts=request.traces_drafts,
                 )
             )
         except InvalidRequest as error:
@@ -115,12 +136,17 @@ class EngineCore:
 
     def step(self) -> list[TokenOutput]:
         """Compute some tokens of some requests; what is new about them."""
-        plan = self._scheduler.schedule(time.monotonic())
+        began = time.monotonic()
+        plan = self._scheduler.schedule(began)
         if plan.is_empty:
             return []
+        started = time.monotonic()
         output = self._executor.execute(plan)
+        executed = time.monotonic() - started
         self._num_steps += 1
-        return self._scheduler.update_from_output(plan, output)
+        news = self._scheduler.update_from_output(plan, output)
+        self._drafts.observe_step(plan, output, executed, time.monotonic() - began - executed)
+        return news
 
     def idle(self) -> None:
         """To be called now and then while there is no work: the worker may have some of its own."""
@@ -145,6 +171,8 @@ class EngineCore:
                     "num_prefix_query_tokens": stats.num_prefix_query_tokens,
                     "num_prefix_hit_tokens": stats.num_prefix_hit_tokens,
                     "num_steps": self._num_steps,
+                    **self._drafts.stats.counters(),
+                    **self._drafts.policy.report(),
                 }
 
     def close(self) -> None:

@@ -18,7 +18,9 @@ from nano.config import EngineConfig
 from nano.engine.messages import EngineRequest
 from nano.engine.tokenizer import Tokenizer
 from nano.errors import ConfigError, InvalidRequest
+from nano.outputs import SpeculationReport
 from nano.sampling_params import MAX_INT32, SamplingParams, check_text
+from nano.speculation import ProposerInfo, RequestSpeculation
 
 _SEED_LIMIT = 2**63
 _DRAWN_SEED_LIMIT = 2**53  # callers whose JSON knows only doubles can send it back
@@ -29,7 +31,8 @@ class PreparedRequest:
     """One prompt, checked, and the `n` engine requests that continue it.
 
     `sampling_params` is what was asked, with `max_tokens` and `seed` filled in. Child i answers
-    completion i; its id is `request_id` if it is alone, else `"{i}_{request_id}"`.
+    completion i; its id is `request_id` if it is alone, else `"{i}_{request_id}"`. `speculative` is
+    what each completion's report begins with, None if there is to be none.
     """
 
     request_id: str
@@ -38,6 +41,8 @@ class PreparedRequest:
     sampling_params: SamplingParams
     arrival_time: float
     children: list[EngineRequest]
+    speculative: SpeculationReport | None = None
+    shows_trace: bool = False  # of speculation
 
 
 class InputProcessor:
@@ -55,15 +60,18 @@ class InputProcessor:
         tokenizer: Tokenizer,
         *,
         num_kv_slots: int,
+        proposers: Sequence[ProposerInfo] = (),
         draws_random_seeds: bool = False,
     ):
         """`config` is resolved: its `max_model_len` is the one that holds. Raises `ConfigError`.
 
-        `num_kv_slots` is how many tokens the core's whole KV cache holds.
+        `num_kv_slots` is how many tokens the core's whole KV cache holds, `proposers` those that
+        it has loaded.
         """
         assert config.model.max_model_len is not None
         self.max_model_len = config.model.max_model_len
         self.num_kv_slots = num_kv_slots
+        self.proposers = {proposer.name: proposer for proposer in proposers}
         self.vocab_size = decoder.vocab_size
         self.tokenizer = tokenizer
         has_own_defaults = config.model.generation_config == "auto"
@@ -100,11 +108,16 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str | None = None,
         add_special_tokens: bool = True,
+        speculative: object = None,
+        prediction: str | Sequence[int] | None = None,
+        speculative_trace: bool = False,
     ) -> PreparedRequest:
         """Check everything and build the engine requests. Raises `InvalidRequest`.
 
         `arrival_time` is time.monotonic(). `add_special_tokens` is False for a text that a chat
-        template rendered.
+        template rendered. `speculative` is what `RequestSpeculation.parse` takes. `prediction` is
+        what the caller thinks will come, a text or token ids; "" or [] is none, and whatever is
+        beyond `max_model_len` tokens is dropped, since it cannot come.
         """
         params = self.default_sampling_params() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
@@ -113,11 +126,17 @@ class InputProcessor:
                 "sampling_params",
             )
         self._check_priority(priority)
-        _check_envelope(request_id, cache_salt)
+        _check_envelope(request_id, cache_salt, speculative_trace)
         token_ids = self._prompt_token_ids(prompt, add_special_tokens)
         self._check_params(params)
         params = self._resolve(params, len(token_ids))
         bad_words_token_ids = self._bad_words_token_ids(params.bad_words)
+        speculation = RequestSpeculation.parse({} if speculative is None else speculative)
+        prediction_token_ids = self._prediction_token_ids(prediction)
+        in_force = self._in_force(speculation, bool(prediction_token_ids))
+        is_asked = speculative_trace or speculative is not None or prediction is not None
+        # Stop strings are found by the front end, and the core's own counts go on behind them.
+        traces_drafts = speculative_trace or bool(params.stop and in_force.num_tokens)
         children = [
             EngineRequest(
                 request_id=request_id if params.n == 1 else f"{index}_{request_id}",
@@ -128,11 +147,22 @@ class InputProcessor:
                 bad_words_token_ids=bad_words_token_ids,
                 priority=priority,
                 cache_salt=cache_salt,
+                speculation=speculation,
+                prediction_token_ids=prediction_token_ids,
+                traces_drafts=traces_drafts,
             )
             for index in range(params.n)
         ]
-        text = prompt if isinstance(prompt, str) else None
-        return PreparedRequest(request_id, text, token_ids, params, arrival_time, children)
+        return PreparedRequest(
+            request_id,
+            prompt if isinstance(prompt, str) else None,
+            token_ids,
+            params,
+            arrival_time,
+            children,
+            speculative=in_force if self.proposers or is_asked else None,
+            shows_trace=speculative_trace,
+        )
 
     def _check_priority(self, priority: int) -> None:
         if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_INT32:
@@ -151,7 +181,7 @@ class InputProcessor:
         if isinstance(prompt, str):
             token_ids = self.tokenizer.encode(prompt, add_special_tokens)
         else:
-            token_ids = _integers(prompt)
+            token_ids = _integers("prompt", prompt)
         if not token_ids:
             raise InvalidRequest("prompt must hold at least one token, got 0", "prompt")
         if len(token_ids) >= self.max_model_len:
@@ -246,20 +276,61 @@ class InputProcessor:
             self._check_token_ids("bad_words", token_ids)
         return tuple(sequences)
 
+    def _prediction_token_ids(self, prediction: str | Sequence[int] | None) -> tuple[int, ...]:
+        if prediction is None:
+            return ()
+        if isinstance(prediction, str):
+            check_text("prediction", prediction)
+            token_ids = self.tokenizer.encode_fragment(prediction)
+        else:
+            token_ids = _integers("prediction", prediction)
+        token_ids = token_ids[: self.max_model_len]
+        self._check_token_ids("prediction", token_ids)
+        return tuple(token_ids)
 
-def _integers(prompt: object) -> list[int]:
-    if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
-        raise InvalidRequest(
-            f"prompt must be a string or a list of token ids, got {type(prompt).__name__}",
-            "prompt",
+    def _in_force(self, wishes: RequestSpeculation, has_prediction: bool) -> SpeculationReport:
+        """What the engine will do about `wishes`. Refuses those that are beyond it."""
+        names = tuple(self.proposers) if wishes.methods is None else wishes.methods
+        for name in names:
+            if name not in self.proposers:
+                raise InvalidRequest(
+                    f"speculative: this engine has no method {name!r}; "
+                    f"it has {', '.join(self.proposers) or 'none'}",
+                    "speculative",
+                )
+        named = [self.proposers[name] for name in names]
+        limit = max((proposer.num_tokens for proposer in named), default=0)
+        cap = limit if wishes.num_tokens is None else wishes.num_tokens
+        if cap > limit:
+            raise InvalidRequest(
+                f"speculative: num_tokens must be at most {limit}, which is the most that "
+                f"{' or '.join(names) or 'no method'} may draft here, got {cap}",
+                "speculative",
+            )
+        in_force = [
+            proposer
+            for proposer in named
+            if wishes.enabled and (has_prediction or not proposer.needs_prediction)
+        ]
+        return SpeculationReport(
+            enabled=wishes.enabled,
+            num_tokens={proposer.name: min(proposer.num_tokens, cap) for proposer in in_force},
+            prediction_methods=tuple(p.name for p in in_force if p.needs_prediction),
         )
-    for token_id in prompt:
+
+
+def _integers(name: str, given: object) -> list[int]:
+    if isinstance(given, bytes) or not isinstance(given, Sequence):
+        raise InvalidRequest(
+            f"{name} must be a string or a list of token ids, got {type(given).__name__}", name
+        )
+    for token_id in given:
         if isinstance(token_id, bool) or not isinstance(token_id, int):
-            raise InvalidRequest(f"prompt must hold token ids, got {token_id!r}", "prompt")
-    return list(prompt)
+            raise InvalidRequest(f"{name} must hold token ids, got {token_id!r}", name)
+    return list(given)
 
 
-def _check_envelope(request_id: str, cache_salt: str | None) -> None:
+def _check_envelope(request_id: str, cache_salt: str | None, speculative_trace: bool) -> None:
     if not isinstance(request_id, str) or not request_id:
         raise InvalidRequest(
             f"request_id must be a non-empty string, got {request_id!r}", "request_id"
@@ -270,6 +341,11 @@ def _check_envelope(request_id: str, cache_salt: str | None) -> None:
         )
     if cache_salt is not None:
         check_text("cache_salt", cache_salt)
+    if not isinstance(speculative_trace, bool):
+        raise InvalidRequest(
+            f"speculative_trace must be true or false, got {speculative_trace!r}",
+            "speculative_trace",
+        )
 
 
 def _child_params(params: SamplingParams, index: int) -> SamplingParams:

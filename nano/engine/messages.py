@@ -5,6 +5,7 @@ from typing import Literal
 
 from nano.outputs import TokenOutput
 from nano.sampling_params import SamplingParams
+from nano.speculation import ProposerInfo, RequestSpeculation
 
 
 @dataclass(slots=True)
@@ -19,6 +20,9 @@ class EngineRequest:
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     priority: int = 0  # lower is more urgent
     cache_salt: str | None = None
+    speculation: RequestSpeculation = field(default_factory=RequestSpeculation)
+    prediction_token_ids: tuple[int, ...] = ()  # what the caller thinks will come
+    traces_drafts: bool = False  # each step's drafts are wanted in its TokenOutput
 
 
 @dataclass(slots=True)
@@ -59,6 +63,8 @@ class EngineReady:
     block_size: int
     token_budget: int
     numerics_id: str
+    proposers: tuple[ProposerInfo, ...] = ()  # in the order of preference
+    is_exact: bool = False  # no bit of a request's results depends on what it is computed with
 
     @property
     def num_kv_slots(self) -> int:

@@ -7,13 +7,14 @@ dropped as if it had never been computed. No clock and no I/O here, so `LLM` and
 use it alike.
 """
 
+import copy
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from nano.engine.detokenizer import IncrementalDetokenizer
 from nano.engine.input_processor import PreparedRequest
-from nano.engine.messages import EngineRequest
 from nano.engine.stop_strings import StopChecker, StopMatch
 from nano.engine.tokenizer import Tokenizer
 from nano.errors import InvalidRequest
@@ -24,8 +25,10 @@ from nano.outputs import (
     PositionLogprobs,
     RequestMetrics,
     RequestOutput,
+    SpeculationTrace,
     TokenOutput,
 )
+from nano.speculation import DraftRecord, SpeculationStats
 from nano.step import TokenLogprobs
 
 
@@ -137,8 +140,8 @@ class _Request:
         self.request_id = prepared.request_id
         self.child_ids = [child.request_id for child in prepared.children]
         self.completions = [
-            _Completion(index, child, tokenizer, keeps_all=kind is not OutputKind.DELTA)
-            for index, child in enumerate(prepared.children)
+            _Completion(index, prepared, tokenizer, keeps_all=kind is not OutputKind.DELTA)
+            for index in range(len(prepared.children))
         ]
         self._prompt = prepared.prompt
         self._prompt_token_ids = prepared.prompt_token_ids
@@ -189,13 +192,16 @@ class _Request:
 
 
 class _Completion:
-    """One completion: its tokens, text, log probabilities and end.
+    """One completion: its tokens, text, log probabilities, drafts and end.
 
     With `keeps_all` everything is kept until the end; without, `output` hands out what came since
     the last call and forgets it.
     """
 
-    def __init__(self, index: int, child: EngineRequest, tokenizer: Tokenizer, keeps_all: bool):
+    def __init__(
+        self, index: int, prepared: PreparedRequest, tokenizer: Tokenizer, keeps_all: bool
+    ):
+        child = prepared.children[index]
         params = child.sampling_params
         self.index = index
         self.finish_reason: FinishReason | None = None
@@ -218,6 +224,11 @@ class _Completion:
             self._logprobs, self._cumulative_logprob = [], 0.0
         self._stop_reason: int | str | None = None
         self._error: str | None = None
+        self._counts_drafts = child.traces_drafts  # or else the core's last output has the counts
+        self._report = prepared.speculative
+        if self._report is not None:
+            self._report = dataclasses.replace(self._report, stats=SpeculationStats())
+        self._trace = SpeculationTrace() if prepared.shows_trace else None
 
     def take(self, output: TokenOutput) -> None:
         """Add the new tokens, up to the one that completes a stop string; perhaps finish."""
@@ -225,7 +236,7 @@ class _Completion:
         self.has_news = self.has_news or bool(token_ids)
         ends_in_stop_token = output.finish_reason is FinishReason.STOP
         num_visible = len(token_ids) - (1 if ends_in_stop_token and not self._shows_stop else 0)
-        num_taken, match = len(token_ids), None
+        num_before, num_taken, match = self._num_tokens, len(token_ids), None
         for position in range(num_visible):
             match = self._add_text(token_ids[position])
             if match is not None:
@@ -234,6 +245,10 @@ class _Completion:
         self._token_ids += token_ids[:num_taken]
         if self._logprobs is not None and output.logprobs is not None:
             self._add_logprobs(output.logprobs, num_taken)
+        if num_taken:
+            self._add_draft(output.draft, num_before, num_taken)
+        if self._report is not None and output.speculation is not None and not self._counts_drafts:
+            self._report.stats = output.speculation
         if match is not None:
             self.finish(FinishReason.STOP, stop_reason=match.stop)
         elif output.finish_reason is not None:
@@ -257,6 +272,13 @@ class _Completion:
         assert self._cumulative_logprob is not None
         self._logprobs += _position_logprobs(new, self._tokenizer, count)
         self._cumulative_logprob += sum(entry[0] for entry in new.logprobs[:count])
+
+    def _add_draft(self, record: DraftRecord | None, position: int, count: int) -> None:
+        if self._report is not None:
+            self._report.count(count, record)
+        if self._trace is not None:
+            assert record is not None, "the core traces every step that samples"
+            self._trace.add(count, position, record)
 
     def finish(
         self,
@@ -287,6 +309,8 @@ class _Completion:
             stop_reason=self._stop_reason,
             seed=self._seed,
             error=self._error,
+            speculative=None if self.finish_reason is None else self._report,
+            speculative_trace=copy.deepcopy(self._trace),
         )
         self.has_news = False
         if self._keeps_all:
@@ -294,6 +318,7 @@ class _Completion:
         else:
             self._text, self._token_ids = [], []
             self._logprobs = None if self._logprobs is None else []
+            self._trace = None if self._trace is None else SpeculationTrace()
         return output
 
 

@@ -226,8 +226,13 @@ class KVCacheManager:
         return found
 
     def _num_blocks(self, request: CachedRequest, num_tokens: int) -> int:
-        """Blocks a request needs once `num_tokens` of its tokens are computed."""
-        num_slots = min(num_tokens + self.num_lookahead_tokens, request.max_num_tokens)
+        """Blocks a request needs once `num_tokens` of its tokens are computed.
+
+        Nobody guesses ahead in the middle of a prompt, whose next blocks may still be found.
+        """
+        reaches_end = num_tokens >= len(request.token_ids)
+        num_slots = num_tokens + (self.num_lookahead_tokens if reaches_end else 0)
+        num_slots = min(num_slots, request.max_num_tokens)
         return -(-num_slots // self.block_size)
 
     def _hash(self, request: CachedRequest, num_blocks: int) -> None:

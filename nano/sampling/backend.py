@@ -5,6 +5,8 @@ compiler. Both draw from the same distributions with the same noise; a last bit 
 """
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,6 +17,26 @@ from nano.batch.request_states import RequestStates
 from nano.step import TokenLogprobs
 
 NO_TOKEN = -1
+
+
+class DrawTable(Protocol):
+    """By what rows are drawn. `RequestStates` is the table of all requests' own draws."""
+
+    @property
+    def draws(self) -> np.ndarray:
+        """[R, 4] float64: temperature (0: greedy), top_p, min_p, top_k."""
+
+    @property
+    def seeds(self) -> np.ndarray:
+        """[R] int64."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoiseTable:
+    """A `DrawTable` for noise of another domain."""
+
+    draws: np.ndarray
+    seeds: np.ndarray
 
 
 class SamplingBackend(ABC):
@@ -38,10 +60,11 @@ class SamplingBackend(ABC):
 
     @abstractmethod
     def draw(
-        self, logits: Tensor, rows: LogitsRows, states: RequestStates, processed: Tensor | None
+        self, logits: Tensor, rows: LogitsRows, table: DrawTable, processed: Tensor | None
     ) -> list[int]:
         """One token per row of `logits` [L, V], or NO_TOKEN where the best logit is not finite.
 
+        rows: `row` is into `table`, `num_known` the position that keys the noise.
         processed: [L, V] to fill with the logits that each token was drawn from, -inf where
         truncation excluded a token; greedy rows as they are; rows with NO_TOKEN as it happens.
         """

@@ -9,7 +9,7 @@ from torch import Tensor
 from nano.batch.input_batch import LogitsRows
 from nano.batch.request_states import RequestStates
 from nano.native.build import load_ops
-from nano.sampling.backend import SamplingBackend
+from nano.sampling.backend import DrawTable, SamplingBackend
 from nano.step import TokenLogprobs
 
 SOURCE = Path(__file__).with_name("cpu_sampling.cpp")
@@ -38,14 +38,14 @@ class CpuSampling(SamplingBackend):
         )
 
     def draw(
-        self, logits: Tensor, rows: LogitsRows, states: RequestStates, processed: Tensor | None
+        self, logits: Tensor, rows: LogitsRows, table: DrawTable, processed: Tensor | None
     ) -> list[int]:
         tokens: Tensor = torch.ops.nano.sample_rows(
             logits,
             torch.from_numpy(rows.row),
             torch.from_numpy(rows.num_known),
-            torch.from_numpy(states.draws),
-            torch.from_numpy(states.seeds),
+            torch.from_numpy(table.draws),
+            torch.from_numpy(table.seeds),
             processed,
         )
         return tokens.tolist()

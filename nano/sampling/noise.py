@@ -1,4 +1,4 @@
-"""Exponential noise keyed by (seed, position, token id): the only randomness in the engine.
+"""Noise keyed by (seed, position, token id): the only randomness in the engine.
 
 cpu_sampling.cpp computes the same bits; the logarithms may differ in the last place.
 
@@ -8,18 +8,58 @@ same alone or in a batch, in a chunk or a draft, before and after preemption.
 
 E = -log1p(-u) with u = (bits + 0.5) * 2**-32. Uniforms of 24 bits would not do: over a vocabulary
 of 152k about 1 % of rows would then hold a u of exactly zero, which wins at any probability.
+
+A request's seed as it is keys the target's own noise. What else is random about a request has a
+domain, and a seed derived for it, so that no two purposes ever share a number.
 """
 
+from enum import IntEnum
+
+import numpy as np
 import torch
 from torch import Tensor
 
 _MASK64 = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
 _LARGEST_UNIFORM = 1.0 - 2.0**-24  # float32 rounds the last 128 of the 2**32 values up to 1
+
+
+class NoiseDomain(IntEnum):
+    """What noise beside the target's own is for."""
+
+    DRAFT = 1  # draws drafts
+    ACCEPTANCE = 2  # judges them
+    RESIDUAL = 3  # draws the token behind those accepted
+
+
+def domain_seeds(seeds: np.ndarray, domain: NoiseDomain, counters: np.ndarray | int) -> np.ndarray:
+    """Seeds of `domain`, apart from `seeds` and from those of other domains and counters.
+
+    seeds: [N] int64; counters: [N] int64 or one for all, at least 0; the result: [N] int64.
+    """
+    return _scramble(_scramble(seeds, domain), counters).view(np.int64)
+
+
+def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """[N] float64 in (0, 1), multiples of 2**-53, one per (seed, position). int64 [N] both."""
+    # 52 bits and a half are exact in float64; one bit more would round some up to 1.
+    return ((_scramble(seeds, positions) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+
+
+def _scramble(seeds: np.ndarray, indices: np.ndarray | int) -> np.ndarray:
+    """[N] uint64: what `row_keys` computes, in numpy."""
+    steps = np.atleast_1d(np.asarray(indices, np.int64)).astype(np.uint64) + np.uint64(1)
+    words = seeds.astype(np.uint64) + np.uint64(_GOLDEN) * steps
+    for _ in range(2):
+        words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        words ^= words >> np.uint64(31)
+    return words
 
 
 def row_keys(seed: int, position: int) -> tuple[int, int]:
     """Two int32 keys for one row: (seed, position) through the splitmix64 finaliser, twice."""
-    word = (seed + 0x9E3779B97F4A7C15 * (position + 1)) & _MASK64
+    word = (seed + _GOLDEN * (position + 1)) & _MASK64
     for _ in range(2):
         word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
         word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK64

@@ -5,11 +5,13 @@ Order of operations, as in vLLM:
   2. masks and allowed_token_ids, bad_words, min_tokens, logit_bias, penalties   (logits.py)
   3. greedy rows: argmax. The others: temperature, min_p, top_k, top_p           (truncation.py)
   4. an exponential race over what is left                                       (noise.py)
-  5. processed logprobs are taken from what step 4 drew from
+  5. drafts that an acceptance rule judges: its tokens take the place of step 4's  (verification.py)
+  6. processed logprobs are taken from what step 4 drew from
 
 Steps 3 and 4 are one call of a backend for all rows: cpu_sampling.cpp, or its twin in torch.
 Every row is sampled alone and from its own key, so nothing about the batch can reach it. With
-no drafts a request has one row and this is ordinary sampling; there is no second path.
+no drafts a request has one row and this is ordinary sampling; there is no second path. Step 5
+is there under another rule than match only.
 """
 
 from dataclasses import dataclass, field
@@ -20,10 +22,13 @@ from torch import Tensor
 
 from nano.batch.input_batch import InputBatch, LogitsRows
 from nano.batch.request_states import NO_LOGPROBS, RequestStates
+from nano.sampling.acceptance import AcceptanceRule
 from nano.sampling.backend import NO_TOKEN, SamplingBackend
 from nano.sampling.logits import edit_logits
 from nano.sampling.logprobs import num_alternatives
+from nano.sampling.noise import NoiseDomain
 from nano.sampling.select import select_backend
+from nano.sampling.verification import draw_by, find_drafted, probabilities, verify
 from nano.step import TokenLogprobs
 
 _BAD_LOGITS = "the model produced logits that are not numbers (NaN or infinity) for this request"
@@ -37,12 +42,15 @@ class RowSamples:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # of one token each
     errors: dict[int, str] = field(default_factory=dict)  # row -> why its token means nothing
+    # First row of a request -> drafts that a rule has accepted; without an entry, tokens tell.
+    num_accepted: dict[int, int] = field(default_factory=dict)
 
     def extend(self, other: "RowSamples") -> None:
         offset = len(self.token_ids)
         self.token_ids += other.token_ids
         self.logprobs += other.logprobs
         self.errors.update({offset + row: why for row, why in other.errors.items()})
+        self.num_accepted.update({offset + row: n for row, n in other.num_accepted.items()})
 
 
 @dataclass(slots=True)
@@ -58,11 +66,15 @@ class Sampler:
     """Turns logits into tokens. Nothing of one call can be seen in the next."""
 
     def __init__(
-        self, logprobs_mode: str = "raw_logprobs", backend: SamplingBackend | None = None
+        self,
+        logprobs_mode: str = "raw_logprobs",
+        backend: SamplingBackend | None = None,
+        rule: AcceptanceRule | None = None,
     ) -> None:
-        """backend: None is the best one for the logits that come."""
+        """backend: None is the best one for the logits that come. rule: None is the match rule."""
         self.takes_raw_logprobs = logprobs_mode == "raw_logprobs"
         self.backend = backend
+        self.rule = rule
         if backend is None:  # what must be compiled is compiled now, not in the first step
             select_backend(torch.float32, torch.device("cpu"))
 
@@ -71,22 +83,57 @@ class Sampler:
     ) -> RowSamples:
         """Sample every row. logits: [L, V] float32 or float64, not modified.
 
-        mask: [L, V] bool, True where a grammar allows the token, or None.
+        rows: those of whole requests, each one's side by side. mask: [L, V] bool, True where a
+        grammar allows the token, or None.
         """
         backend = self.backend or select_backend(logits.dtype, logits.device)
         num_logprobs = states.num_logprobs[rows.row]
         wants_logprobs = bool((num_logprobs != NO_LOGPROBS).any())
         edited = edit_logits(logits, rows, states, mask, backend)
+        drafted = None if self.rule is None else find_drafted(self.rule, rows, states)
         source, processed = logits, None
-        if wants_logprobs and not self.takes_raw_logprobs:
-            source = processed = logits.new_empty(logits.shape)
+        if drafted is not None or (wants_logprobs and not self.takes_raw_logprobs):
+            processed = logits.new_empty(logits.shape)
+        if processed is not None and not self.takes_raw_logprobs:
+            source = processed
         token_ids = backend.draw(edited, rows, states, processed)
         samples = RowSamples(token_ids, [None] * len(token_ids))
         if NO_TOKEN in token_ids:
             self._explain(logits, samples)
+        if drafted is not None:
+            assert self.rule is not None
+            assert processed is not None
+            samples.num_accepted = verify(
+                self.rule, backend, drafted, rows, states, processed, token_ids, samples.errors
+            )
         if wants_logprobs:
             self._take_logprobs(backend, source, num_logprobs, samples)
         return samples
+
+    def sample_drafts(
+        self, logits: Tensor, rows: LogitsRows, states: RequestStates
+    ) -> tuple[list[int], Tensor | None]:
+        """One draft per row of a draft model's logits [L, V], NO_TOKEN where they are unusable.
+
+        Drafts of a request are drawn one after the other: those before this one must already lie
+        behind its known tokens in `states`. A row's `num_known` is the position of the draft.
+
+        Where tokens are matched the target's own noise draws them, so that equal logits give equal
+        tokens, and there is nothing else to return. For rules that need it, noise of their own
+        does, and the second result is what each draft was drawn from: [L, V] float32 probabilities,
+        zero for greedy requests (which are matched) and unusable rows; None if all are.
+        """
+        backend = self.backend or select_backend(logits.dtype, logits.device)
+        edited = edit_logits(logits, rows, states, None, backend)
+        draws = states.draws[rows.row]
+        if self.rule is None or not self.rule.needs_probs or not draws[:, 0].any():
+            return backend.draw(edited, rows, states, None), None
+        processed = logits.new_empty(logits.shape)
+        keys = self.rule.noise_keys(NoiseDomain.DRAFT, states, rows.row, rows.num_known)
+        token_ids = draw_by(backend, edited, rows, draws, keys, processed)
+        probs = probabilities(processed)
+        probs[torch.from_numpy((draws[:, 0] == 0) | (np.array(token_ids) == NO_TOKEN))] = 0.0
+        return token_ids, probs
 
     def _take_logprobs(
         self,
@@ -124,7 +171,8 @@ def accept(batch: InputBatch, states: RequestStates, samples: RowSamples) -> Sam
     """The match rule: keep drafts while each equals the token sampled at its row.
 
     The first miss is already the corrected token; if none misses, the last row is the bonus.
-    Lossless for any proposer, because every row was sampled from the target.
+    Lossless for any proposer, because every row was sampled from the target. Where another rule
+    has judged, its number stands: the token it stops with may equal the next draft.
     """
     output = SamplerOutput(token_ids=[], logprobs={}, errors={})
     starts, is_sampling = batch.logits_start.tolist(), batch.is_sampling.tolist()
@@ -154,6 +202,8 @@ def _num_accepted(
     """How many drafts of `row` were sampled as well; its logits rows are [start, end)."""
     if end - start == 1:
         return 0
+    if start in samples.num_accepted:
+        return samples.num_accepted[start]
     num_tokens = states.num_tokens[row]
     drafts = states.token_ids[row, num_tokens : num_tokens + end - start - 1].tolist()
     for i, draft in enumerate(drafts):

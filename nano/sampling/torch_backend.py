@@ -6,7 +6,7 @@ from torch import Tensor
 
 from nano.batch.input_batch import LogitsRows
 from nano.batch.request_states import RequestStates
-from nano.sampling.backend import NO_TOKEN, SamplingBackend
+from nano.sampling.backend import NO_TOKEN, DrawTable, SamplingBackend
 from nano.sampling.noise import log_exponential
 from nano.sampling.truncation import survivors
 from nano.sampling_params import SamplingParams
@@ -35,35 +35,24 @@ class TorchSampling(SamplingBackend):
             _penalise_row(logits[i], params, known, known[num_prompt:])
 
     def draw(
-        self, logits: Tensor, rows: LogitsRows, states: RequestStates, processed: Tensor | None
+        self, logits: Tensor, rows: LogitsRows, table: DrawTable, processed: Tensor | None
     ) -> list[int]:
         best_values, best_ids = logits.max(dim=1)  # propagates NaN
         is_usable = torch.isfinite(best_values)
         token_ids = torch.where(is_usable, best_ids, NO_TOKEN).tolist()
         for i, row in enumerate(rows.row):
-            params = states.row_params(row).sampling_params
+            temperature, top_p, min_p, top_k = table.draws[row].tolist()
             drawn_from = logits[i]
-            if not params.is_greedy and token_ids[i] != NO_TOKEN:
-                token_ids[i], drawn_from = self._draw(drawn_from, params, int(rows.num_known[i]))
+            if temperature > 0 and token_ids[i] != NO_TOKEN:
+                # The best token is moved to zero first: no tiny temperature can overflow it.
+                scaled = (drawn_from - drawn_from.max()) / temperature
+                mask = survivors(scaled, top_k=int(top_k), top_p=top_p, min_p=min_p)
+                drawn_from = scaled if mask is None else scaled.masked_fill_(~mask, -torch.inf)
+                key = int(table.seeds[row]), int(rows.num_known[i])
+                token_ids[i] = _race(drawn_from, mask, *key)
             if processed is not None:
                 processed[i] = drawn_from
         return token_ids
-
-    def _draw(self, logits: Tensor, params: SamplingParams, position: int) -> tuple[int, Tensor]:
-        """The token of one row, and the [V] logits it was drawn from (-inf: could not be)."""
-        # The best token is moved to zero first, so that a tiny temperature cannot overflow it.
-        scaled = (logits - logits.max()) / params.temperature
-        mask = survivors(scaled, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
-        if mask is not None:
-            scaled = scaled.masked_fill_(mask.logical_not(), float("-inf"))
-        assert params.seed is not None
-        if mask is None or int(mask.sum()) * _SPARSE > mask.numel():
-            all_ids = torch.arange(scaled.numel(), dtype=torch.int32)
-            noise = log_exponential(params.seed, position, all_ids)
-            return int((scaled - noise).argmax()), scaled
-        token_ids = mask.nonzero().squeeze(1)  # few: their noise alone is cheaper, and the same
-        noise = log_exponential(params.seed, position, token_ids.to(torch.int32))
-        return int(token_ids[(scaled[token_ids] - noise).argmax()]), scaled
 
     def gather_logprobs(
         self, logits: Tensor, index: Tensor, token_ids: Tensor, num_top: int
@@ -77,6 +66,16 @@ class TorchSampling(SamplingBackend):
             logprobs=torch.cat((chosen, top.values), dim=1).tolist(),
             ranks=ranks.tolist(),
         )
+
+
+def _race(scaled: Tensor, mask: Tensor | None, seed: int, position: int) -> int:
+    """The winner of one row [V], among the tokens of `mask` [V] bool (None: all)."""
+    if mask is None or int(mask.sum()) * _SPARSE > mask.numel():
+        all_ids = torch.arange(scaled.numel(), dtype=torch.int32)
+        return int((scaled - log_exponential(seed, position, all_ids)).argmax())
+    token_ids = mask.nonzero().squeeze(1)  # few: their noise alone is cheaper, and the same
+    noise = log_exponential(seed, position, token_ids.to(torch.int32))
+    return int(token_ids[(scaled[token_ids] - noise).argmax()])
 
 
 def _penalise_row(

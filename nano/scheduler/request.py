@@ -6,6 +6,7 @@ from enum import Enum
 from nano.kv_cache.block_hash import BlockHash
 from nano.outputs import FinishReason
 from nano.sampling_params import SamplingParams
+from nano.speculation import RequestSpeculation, SpeculationStats
 
 
 class RequestStatus(Enum):
@@ -14,6 +15,9 @@ class RequestStatus(Enum):
     WAITING = "waiting"  # holds no blocks, the worker has no row for it
     RUNNING = "running"  # holds blocks; the worker has a row for it
     FINISHED = "finished"
+
+
+_NO_WISHES = RequestSpeculation()
 
 
 class Request:
@@ -29,23 +33,32 @@ class Request:
         "bad_words_token_ids",
         "block_hashes",
         "cache_salt",
+        "draft_source",
         "draft_token_ids",
         "eos_token_ids",
         "finish_reason",
         "first_scheduled_time",
         "has_reported",
+        "max_draft_tokens",
         "max_num_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_preemptions",
         "num_prompt_logprobs",
         "num_prompt_tokens",
+        "num_verifications",
+        "prediction_token_ids",
         "priority",
+        "proposers",
         "request_id",
         "sampling_params",
+        "speculation",
+        "speculation_stats",
         "status",
         "stop_token_id",
         "token_ids",
+        "traces_drafts",
+        "unverified_draft",
     )
 
     def __init__(
@@ -58,6 +71,9 @@ class Request:
         bad_words_token_ids: tuple[tuple[int, ...], ...] = (),
         priority: int = 0,
         cache_salt: str | None = None,
+        speculation: RequestSpeculation = _NO_WISHES,
+        prediction_token_ids: tuple[int, ...] = (),
+        traces_drafts: bool = False,
     ):
         self.request_id = request_id
         self.sampling_params = sampling_params
@@ -65,11 +81,18 @@ class Request:
         self.bad_words_token_ids = bad_words_token_ids
         self.priority = priority
         self.cache_salt = cache_salt
+        self.speculation = speculation
+        self.prediction_token_ids = prediction_token_ids
+        self.traces_drafts = traces_drafts
 
         self.token_ids = list(prompt_token_ids)  # prompt and accepted output, append-only
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0  # KV is valid for token_ids[:num_computed_tokens]
         self.draft_token_ids: list[int] = []  # guesses for the next step
+        self.draft_source = ""  # whose they are
+        self.unverified_draft: int | None = None  # the first of those that were not worth a step
+        self.num_verifications = 0  # steps in which it sampled
+        self.speculation_stats = SpeculationStats()
         self.block_hashes: list[BlockHash] = []  # of the first full blocks of token_ids
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
@@ -82,6 +105,8 @@ class Request:
 
         # Set by Scheduler.add, which knows the limits.
         self.max_num_tokens = 0  # prompt and output: the first of all limits to be met
+        self.proposers: tuple[str, ...] = ()  # who may guess, the preferred one first
+        self.max_draft_tokens = 0  # per step
         self.arrival_index = 0
 
     @property

@@ -4,7 +4,6 @@ There is no phase. A prompt chunk, a resumed prompt, a decode token and its draf
 that a request has and whose KV is not computed yet. Owns every `Request`; reads no clock.
 """
 
-import math
 from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,8 +12,11 @@ from operator import attrgetter
 from nano.errors import InvalidRequest
 from nano.kv_cache.kv_cache_manager import KVCacheManager, PrefixHit
 from nano.outputs import FinishReason, TokenOutput
+from nano.scheduler.draft_planner import DraftPlanner
+from nano.scheduler.draft_policy import DraftPolicy
 from nano.scheduler.request import Request, RequestStatus
 from nano.scheduler.request_queue import Policy, make_request_queue
+from nano.scheduler.token_budget import TokenBudget
 from nano.step import NewRequest, StepOutput, StepPlan, TokenLogprobs
 
 _by_urgency = attrgetter("urgency")
@@ -50,6 +52,7 @@ class Scheduler:
     costly_context                context at which attending costs a token as much as all else.
                                   Chunks of prompts then take of the budget what they cost, so
                                   that a step takes as long at any context; None: a token is one
+    drafts                        decides about speculation; None: there is none
     """
 
     def __init__(
@@ -62,22 +65,24 @@ class Scheduler:
         policy: Policy = "fcfs",
         long_prefill_token_threshold: int = 0,
         costly_context: int | None = None,
+        drafts: DraftPlanner | None = None,
     ):
-        assert token_budget >= 1, f"token_budget must be at least 1, got {token_budget}"
         assert max_num_requests >= 1, f"max_num_requests must be at least 1, got {max_num_requests}"
         self.kv_cache = kv_cache
         self.max_model_len = max_model_len
-        self.token_budget = token_budget
+        self.budget = TokenBudget(
+            token_budget, kv_cache.block_size, long_prefill_token_threshold, costly_context
+        )
         self.max_num_requests = max_num_requests
         self.policy = policy
-        self.chunk_cap = long_prefill_token_threshold or token_budget
-        self.costly_context = costly_context
+        self.drafts = drafts or DraftPlanner((), DraftPolicy((), ((1, 1.0),)))
 
         self.requests: dict[str, Request] = {}  # running and waiting
         self.waiting = make_request_queue(policy)
         self.running: list[Request] = []  # whoever comes first is served first
         self._in_flight: dict[str, Request] = {}  # in the plan that is being executed
         self._rows_to_forget: list[str] = []
+        self._preempted_rows: list[str] = []
         self._step = 0
         self._num_arrivals = 0
         self._num_preemptions = 0
@@ -124,6 +129,7 @@ class Scheduler:
             request.max_num_tokens = min(request.max_num_tokens, num_tokens + max_tokens)
         request.arrival_index = self._num_arrivals
         self._num_arrivals += 1
+        self.drafts.admit(request)
         self.requests[request.request_id] = request
         self.waiting.add(request)
 
@@ -148,12 +154,22 @@ class Scheduler:
         self._step += 1
         plan = StepPlan(self._step)
         num_preemptions = self._num_preemptions
-        budget = self._schedule_running(plan, self.token_budget)
+        self.drafts.trim(self.running, self._num_known_to_compute())
+        budget = self._schedule_running(plan, self.budget.num_tokens)
         if self._num_preemptions == num_preemptions:  # never admit while evicting
             self._admit_waiting(plan, budget, now)
         if not plan.is_empty:
             plan.finished_request_ids, self._rows_to_forget = self._rows_to_forget, []
+            plan.preempted_request_ids, self._preempted_rows = self._preempted_rows, []
+        self.drafts.ask(plan, self._in_flight.values(), len(self.running))
         return plan
+
+    def _num_known_to_compute(self) -> int:
+        """Tokens of the step to come without drafts, as far as can be told beforehand."""
+        num_tokens = sum(len(r.token_ids) - r.num_computed_tokens for r in self.running)
+        if self.waiting and len(self.running) < self.max_num_requests:
+            num_tokens += self.waiting.peek().num_tokens
+        return min(num_tokens, self.budget.num_tokens)
 
     def _schedule_running(self, plan: StepPlan, budget: int) -> int:
         """Plan the running requests; returns the budget that is left."""
@@ -165,7 +181,7 @@ class Scheduler:
             # while a long prompt, or many drafts, run ahead of it.
             share = max(1, budget - (len(self.running) - num_served))
             shared_ids = self._extend_prefix(request)
-            num_tokens = self._num_tokens_to_compute(request, request.num_computed_tokens, share)
+            num_tokens = self.budget.num_tokens_of(request, request.num_computed_tokens, share)
             block_ids = self.kv_cache.allocate(request, num_tokens)
             if block_ids is None and request.draft_token_ids:
                 num_tokens = 1  # a guess is not worth a preemption
@@ -176,7 +192,7 @@ class Scheduler:
                     break  # it was the last, and gave way itself
             if shared_ids or block_ids:
                 plan.new_block_ids[request.request_id] = shared_ids + block_ids
-            budget -= min(share, self._cost(request, request.num_computed_tokens, num_tokens))
+            budget -= min(share, self.budget.cost(request, request.num_computed_tokens, num_tokens))
             self._put_in_plan(plan, request, num_tokens)
         return budget
 
@@ -193,7 +209,7 @@ class Scheduler:
         while self.waiting and budget and len(self.running) < self.max_num_requests:
             request = self.waiting.peek()
             hit = self.kv_cache.match_prefix(request)
-            num_tokens = self._num_tokens_to_compute(request, hit.num_tokens, budget)
+            num_tokens = self.budget.num_tokens_of(request, hit.num_tokens, budget)
             block_ids = self.kv_cache.allocate(request, num_tokens, hit)
             if block_ids is None:
                 break
@@ -208,45 +224,14 @@ class Scheduler:
                     sampling_params=request.sampling_params,
                     eos_token_ids=request.eos_token_ids,
                     bad_words_token_ids=request.bad_words_token_ids,
+                    cache_salt=request.cache_salt,
+                    prediction_token_ids=request.prediction_token_ids,
+                    proposers=request.proposers,
+                    num_verifications=request.num_verifications,
                 )
             )
-            budget -= min(budget, self._cost(request, hit.num_tokens, num_tokens))
+            budget -= min(budget, self.budget.cost(request, hit.num_tokens, num_tokens))
             self._put_in_plan(plan, request, num_tokens)
-
-    def _num_tokens_to_compute(self, request: Request, num_computed: int, budget: int) -> int:
-        """How many of its tokens, known ones first and then drafts, the step computes.
-
-        The last token that a request may have is never computed, which leaves no room for drafts
-        that could not be accepted.
-        """
-        num_known = len(request.token_ids) - num_computed
-        if num_known > 1 and self.costly_context is not None:
-            # The largest n whose _cost is within the budget, but at least one token.
-            weight = self.costly_context + num_computed
-            root = math.isqrt(weight**2 + 2 * budget * self.costly_context)
-            budget = max(1, min(budget, root - weight))
-        if num_known > 1 and self.chunk_cap < self.token_budget:
-            budget = self._end_at_block(num_computed, num_known, min(self.chunk_cap, budget))
-        room = request.max_num_tokens - 1 - num_computed
-        return min(num_known + len(request.draft_token_ids), room, budget)
-
-    def _cost(self, request: Request, num_computed: int, num_tokens: int) -> int:
-        """What `num_tokens` from position `num_computed` on take of the budget, in tokens.
-
-        A decode token counts as one at any context: it is not the budget's to make it cheaper.
-        """
-        if self.costly_context is None or len(request.token_ids) - num_computed <= 1:
-            return num_tokens
-        mean_context = num_computed + num_tokens / 2
-        return math.ceil(num_tokens * (1 + mean_context / self.costly_context))
-
-    def _end_at_block(self, num_computed: int, num_known: int, chunk: int) -> int:
-        """`chunk`, shortened to end at a block's end if the prompt goes on behind it.
-
-        Only there can others share the chunk whole, and this request read on in the cache.
-        """
-        past_block = (num_computed + chunk) % self.kv_cache.block_size
-        return chunk - past_block if past_block < chunk < num_known else chunk
 
     def _put_in_plan(self, plan: StepPlan, request: Request, num_tokens: int) -> None:
         request_id = request.request_id
@@ -275,6 +260,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         assert request.request_id not in self._in_flight, f"{request.request_id} is scheduled"
         self._release(request)
+        self._preempted_rows.append(request.request_id)
         request.status = RequestStatus.WAITING
         request.num_computed_tokens = 0
         request.draft_token_ids = []
@@ -306,8 +292,8 @@ class Scheduler:
         in_flight, self._in_flight = self._in_flight, {}
         updates = []
         has_finished = False
-        for request_id, token_ids, draft_token_ids in zip(
-            output.request_ids, output.token_ids, output.draft_token_ids
+        for request_id, token_ids, draft_token_ids, source in zip(
+            output.request_ids, output.token_ids, output.draft_token_ids, output.draft_sources
         ):
             request = in_flight[request_id]
             if request.status is not RequestStatus.RUNNING:
@@ -317,7 +303,10 @@ class Scheduler:
             else:
                 self._advance(request, plan, token_ids)
                 num_kept = request.append(token_ids)
-                request.draft_token_ids = draft_token_ids if token_ids else []
+                draft = None
+                if token_ids:
+                    draft = self.drafts.take(request, plan, token_ids, num_kept)
+                request.draft_token_ids, request.draft_source = draft_token_ids, source
                 num_valid = min(request.num_computed_tokens, len(request.token_ids))
                 self.kv_cache.cache_blocks(request, num_valid)
                 prompt_logprobs = self._new_prompt_logprobs(request, plan, output)
@@ -327,6 +316,7 @@ class Scheduler:
                     continue
                 update = self._report(request, token_ids[:num_kept])
                 update.prompt_logprobs = prompt_logprobs
+                update.draft = draft
                 logprobs = output.logprobs.get(request_id)
                 if logprobs is not None:
                     update.logprobs = _slice(logprobs, 0, num_kept)
@@ -345,6 +335,7 @@ class Scheduler:
         drafts = plan.draft_token_ids.get(request_id, [])
         num_computed = request.num_computed_tokens + plan.num_scheduled_tokens[request_id]
         if token_ids:
+            request.num_verifications += 1
             num_accepted = len(token_ids) - 1
             assert token_ids[:num_accepted] == drafts[:num_accepted], (
                 f"{request_id}: drafts {drafts}, but accepted {token_ids[:num_accepted]}"
@@ -381,6 +372,8 @@ class Scheduler:
             request.has_reported = True
             update.num_cached_tokens = request.num_cached_tokens
             update.first_scheduled_time = request.first_scheduled_time
+        if request.finish_reason is not None:
+            update.speculation = request.speculation_stats
         return update
 
     def _fail(self, request: Request, error: str) -> TokenOutput:
@@ -397,15 +390,16 @@ class Scheduler:
             self.waiting.remove(request.request_id)
         else:
             self._release(request)
+            self._rows_to_forget.append(request.request_id)
         request.status = RequestStatus.FINISHED
+        self.drafts.forget(request)
         del self.requests[request.request_id]
 
     def _release(self, request: Request) -> None:
-        """Take a running request's blocks and row."""
+        """Take a running request's blocks."""
         # What the step in flight was to write is not known to be written.
         self.kv_cache.forget(request, request.num_computed_tokens)
         self.kv_cache.free(request)
-        self._rows_to_forget.append(request.request_id)
 
     def _drop_finished(self) -> None:
         # One pass for all: removing them one by one is quadratic when many end together.

@@ -87,6 +87,7 @@ class FrontEnd:
         input_processor = self.engine.input_processor
         request_id = f"{reply_id}-{next(self._num_calls)}"
         now = time.monotonic()
+        speculative, prediction = body.speculative_values(), body.prediction_text()
 
         def work() -> list[PreparedRequest]:
             params = input_processor.default_sampling_params(**values)
@@ -99,6 +100,9 @@ class FrontEnd:
                     priority=body.priority or 0,
                     cache_salt=body.cache_salt,
                     add_special_tokens=add_special_tokens,
+                    speculative=speculative,
+                    prediction=prediction,
+                    speculative_trace=bool(body.speculative_trace),
                 )
                 for index, prompt in enumerate(make_prompts())
             ]

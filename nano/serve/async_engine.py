@@ -105,6 +105,7 @@ class AsyncEngine:
             decoder,
             tokenizer,
             num_kv_slots=client.ready.num_kv_slots,
+            proposers=client.ready.proposers,
             draws_random_seeds=True,
         )
         return cls(client, input_processor, max_tokens)

@@ -7,35 +7,22 @@ from typing import Any, ClassVar
 from nano.engine.detokenizer import IncrementalDetokenizer
 from nano.engine.tokenizer import Tokenizer
 from nano.errors import RequestFailed
-from nano.outputs import CompletionOutput, FinishReason, Logprob, PositionLogprobs, RequestOutput
+from nano.outputs import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    PositionLogprobs,
+    RequestOutput,
+    SpeculationTrace,
+)
 from nano.serve.schemas import ChatBody, CompletionBody, GenerationBody
+from nano.serve.speculation import report_json, trace_json
+from nano.serve.usage import Usage
+from nano.speculation import SpeculationStats
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity; vLLM's stand-in
 
 Json = dict[str, Any]
-
-
-class Usage:
-    """Counts the tokens of one call, from its outputs, whole or in pieces."""
-
-    def __init__(self) -> None:
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
-        self.completion_tokens = 0
-
-    def count(self, output: RequestOutput) -> None:
-        self.completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
-        if output.finished:
-            self.prompt_tokens += len(output.prompt_token_ids)
-            self.cached_tokens += output.num_cached_tokens or 0
-
-    def to_json(self) -> Json:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
 
 
 class Reply(ABC):
@@ -51,10 +38,11 @@ class Reply(ABC):
 
     def __init__(self, body: GenerationBody, tokenizer: Tokenizer, head: Json):
         """`head` is what every body of the answer has: id, created, model, system_fingerprint."""
-        self.usage = Usage()
+        self.usage = Usage(has_prediction=body.prediction is not None)
         self._tokenizer = tokenizer
         self._n = 1 if body.n is None else body.n
         self._shows_token_ids = bool(body.return_token_ids)
+        self._shows_speculation = body.shows_speculation
         self._shows_prompt_logprobs = body.prompt_logprobs is not None
         self._includes_usage = body.includes_usage
         self._opened: set[int] = set()  # choices that have had their first chunk
@@ -73,6 +61,10 @@ class Reply(ABC):
                 choice["seed"] = completion.seed
                 if self._shows_token_ids:
                     choice["token_ids"] = completion.token_ids
+                if self._shows_speculation and completion.speculative is not None:
+                    choice["speculative"] = report_json(completion.speculative)
+                if completion.speculative_trace is not None:
+                    choice["speculative_trace"] = trace_json(completion.speculative_trace)
                 choices.append(choice)
         reply = {**self._head, "object": self.object_name, "choices": choices}
         self._add_prompt(reply, outputs)
@@ -91,16 +83,22 @@ class Reply(ABC):
                     opening["prompt_token_ids"] = output.prompt_token_ids
                 if opening is not None:
                     yield self._chunk(index, opening)
-            shows_more = self._shows_token_ids or completion.logprobs
+            shows_more = (
+                self._shows_token_ids or completion.logprobs or completion.speculative_trace
+            )
             if completion.text or (completion.token_ids and shows_more):
                 delta = self._delta(completion.text)
                 delta["logprobs"] = self._logprobs(index, completion)
                 if self._shows_token_ids:
                     delta["token_ids"] = completion.token_ids
+                if completion.speculative_trace is not None:
+                    delta["speculative_trace"] = trace_json(completion.speculative_trace)
                 yield self._chunk(index, delta)
             if completion.finish_reason is not None:
                 end = {**self._end(), "stop_reason": completion.stop_reason}
                 end["seed"] = completion.seed
+                if self._shows_speculation and completion.speculative is not None:
+                    end["speculative"] = report_json(completion.speculative)
                 yield self._chunk(index, {**end, "finish_reason": completion.finish_reason})
 
     def usage_chunk(self) -> Json:
@@ -213,6 +211,10 @@ class CompletionReply(Reply):
             for completion in output.outputs:
                 completion.text, completion.token_ids, completion.stop_reason = "", [], None
                 completion.logprobs = [] if self._has_logprobs else None
+                if completion.speculative is not None:
+                    completion.speculative.stats = SpeculationStats()
+                if completion.speculative_trace is not None:
+                    completion.speculative_trace = SpeculationTrace()
                 if completion.finish_reason is FinishReason.STOP:
                     completion.finish_reason = FinishReason.LENGTH
         super()._take(output)

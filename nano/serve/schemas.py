@@ -54,6 +54,33 @@ class StreamOptions(Body):
     continuous_usage_stats: Literal[False] | None = None  # neutral
 
 
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class Speculative(Body):
+    """What a request says about speculation. Names and limits are the engine's to check."""
+
+    method: str | None = None
+    methods: Strings | None = None
+    num_tokens: int | None = None
+    enabled: bool | None = None
+
+
+class Prediction(Body):
+    """OpenAI's Predicted Outputs: a text that much of the answer will repeat."""
+
+    type: Literal["content"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
 class GenerationBody(Body):
     """What chat and completions share."""
 
@@ -85,6 +112,9 @@ class GenerationBody(Body):
     return_token_ids: bool | None = None
     cache_salt: str | None = None
     priority: int | None = None
+    speculative: Speculative | None = None
+    speculative_trace: bool | None = None
+    prediction: Prediction | None = None  # OpenAI has it on chat only
 
     # Neutral.
     user: str | None = None
@@ -110,6 +140,19 @@ class GenerationBody(Body):
             values["logit_bias"] = {_token_id(key): x for key, x in self.logit_bias.items()}
         return values
 
+    def speculative_values(self) -> dict[str, Any] | None:
+        """What `RequestSpeculation.parse` takes."""
+        return None if self.speculative is None else self.speculative.model_dump()
+
+    def prediction_text(self) -> str | None:
+        return None if self.prediction is None else self.prediction.text
+
+    @property
+    def shows_speculation(self) -> bool:
+        """Whether the answer is to tell what came of it."""
+        is_named = self.speculative is not None or self.prediction is not None
+        return is_named or bool(self.speculative_trace)
+
     def spelling(self) -> dict[str, str]:
         """Names of SamplingParams -> the fields of this body that they came from."""
         return {}
@@ -123,11 +166,6 @@ class GenerationBody(Body):
         if error.param != "prompt":  # what a chat is turned into is still called the prompt
             message = message.replace(error.param, spelled, 1)
         return InvalidRequest(message, spelled, error.code)
-
-
-class TextPart(Body):
-    type: Literal["text"]
-    text: str
 
 
 class ChatMessage(Body):
@@ -182,7 +220,6 @@ class ChatBody(GenerationBody):
     functions: Empty | None = None
     function_call: Literal["none", "auto"] | None = None
     audio: None = None
-    prediction: None = None
     reasoning_effort: Literal["none"] | None = None
 
     def sampling_values(self) -> dict[str, Any]:

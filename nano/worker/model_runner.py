@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nano.attention.backend import AttentionBackend
 from nano.attention.op import ForwardContext, forward_context
 from nano.batch.input_batch import InputBatch, InputBatchBuilder, LogitsRows
 from nano.batch.request_states import RequestStates
@@ -22,7 +21,7 @@ from nano.compile.artifact import ForwardFn
 from nano.models.decoder import Decoder
 from nano.sampling.logprobs import gather_logprobs
 from nano.sampling.sampler import RowSamples, Sampler, accept, concatenate
-from nano.spec.proposer import ProposalInput, Proposer
+from nano.spec.proposers import Proposers
 from nano.step import StepOutput, StepPlan, TokenLogprobs
 
 # Most bytes of logits that exist at once; more rows are computed in chunks.
@@ -46,20 +45,19 @@ class ModelRunner:
         self,
         model: Decoder,
         model_forward: ForwardFn,
-        backend: AttentionBackend,
-        kv_caches: list[Tensor],
+        context: ForwardContext,
         states: RequestStates,
         batch_builder: InputBatchBuilder,
         sampler: Sampler,
-        proposer: Proposer,
+        proposers: Proposers,
     ) -> None:
         self.model = model
         self.model_forward = model_forward
-        self.context = ForwardContext(backend, kv_caches)
+        self.context = context
         self.states = states
         self.batch_builder = batch_builder
         self.sampler = sampler
-        self.proposer = proposer
+        self.proposers = proposers
         self._forwarded: _Forwarded | None = None
 
     @torch.inference_mode()
@@ -70,6 +68,7 @@ class ModelRunner:
     def forward(self, plan: StepPlan) -> None:
         started = time.perf_counter()
         self.states.apply(plan)
+        self.proposers.update(plan, self.states)
         batch = self.batch_builder.build(plan)
         self.context.backend.plan(batch.attention)
         with forward_context(self.context):
@@ -90,7 +89,7 @@ class ModelRunner:
         batch = step.batch
 
         samples = RowSamples()
-        for start, rows, logits in self._logits(step.hidden, batch.logits):
+        for start, rows, logits in self._logits(step.hidden, batch.logits, batch.logits_start):
             row_mask = None if mask is None else mask[start : start + len(rows.row)]
             samples.extend(self.sampler.sample_rows(logits, rows, self.states, row_mask))
         sampled = accept(batch, self.states, samples)
@@ -99,10 +98,8 @@ class ModelRunner:
             self.states.commit(
                 int(batch.rows[i]), int(batch.num_scheduled[i]), int(batch.num_drafts[i]), token_ids
             )
-        drafts = self.proposer.propose(
-            ProposalInput(batch, sampled, self.states, step.hidden),
-            self._num_draft_tokens(step.plan, batch),
-        )
+        sampled_at = time.perf_counter()
+        drafts = self.proposers.propose(step.plan, batch, sampled.token_ids, self.states)
         return StepOutput(
             request_ids=batch.request_ids,
             token_ids=sampled.token_ids,
@@ -112,16 +109,30 @@ class ModelRunner:
             prompt_logprobs=prompt_logprobs,
             errors=sampled.errors,
             forward_seconds=step.seconds,
-            sample_seconds=time.perf_counter() - started,
+            sample_seconds=sampled_at - started,
+            draft_seconds=drafts.seconds,
+            num_draft_passes=drafts.num_passes,
+            num_draft_pass_tokens=drafts.num_pass_tokens,
         )
 
-    def _logits(self, hidden: Tensor, rows: LogitsRows) -> Iterator[tuple[int, LogitsRows, Tensor]]:
-        """(first row, rows, their logits [n, V]), in chunks under the memory cap."""
+    def _logits(
+        self, hidden: Tensor, rows: LogitsRows, starts: np.ndarray | None = None
+    ) -> Iterator[tuple[int, LogitsRows, Tensor]]:
+        """(first row, rows, their logits [n, V]), in chunks under the memory cap.
+
+        With `starts` [R + 1] the rows of a request, starts[i]:starts[i + 1], stay in one chunk.
+        """
         bytes_per_row = self.model.config.vocab_size * hidden.element_size()
         size = max(1, _MAX_LOGITS_BYTES // bytes_per_row)
-        for start in range(0, len(rows.row), size):
-            chunk = rows.chunk(start, start + size)
+        start, num_rows = 0, len(rows.row)
+        while start < num_rows:
+            stop = min(start + size, num_rows)
+            if starts is not None:
+                whole = int(starts[starts.searchsorted(stop, side="right") - 1])
+                stop = whole if whole > start else int(starts[starts.searchsorted(stop)])
+            chunk = rows.chunk(start, stop)
             yield start, chunk, self.model.compute_logits(hidden[chunk.indices])
+            start = stop
 
     def _prompt_logprobs(self, hidden: Tensor, batch: InputBatch) -> dict[str, TokenLogprobs]:
         """Logprobs of the prompt tokens that this step's rows predict, by request."""
@@ -141,11 +152,3 @@ class ModelRunner:
                 part = gather_logprobs(logits[mine], targets[mine], num_top)
                 found.setdefault(request_of[row], []).append(part)
         return {request_id: concatenate(parts) for request_id, parts in found.items()}
-
-    @staticmethod
-    def _num_draft_tokens(plan: StepPlan, batch: InputBatch) -> np.ndarray:
-        wanted = plan.draft_requests
-        return np.array(
-            [sum(draft.num_tokens for draft in wanted.get(r, ())) for r in batch.request_ids],
-            np.int32,
-        )

@@ -17,6 +17,8 @@ _FEW_TOKENS = 16
 _MOST_TOKENS = 256
 _FAR_CONTEXT = 2048
 _MAX_AUTO_BUDGET = 8192
+_DRAFT_CONTEXT = 128
+_DRAFT_SIZES = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32, 48, 64, 96, 128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,8 @@ class StepCost:
     token_budget: int
     # Context at which attending costs a token as much as all else; None: the budget was told.
     costly_context: int | None
+    # (tokens, seconds): the two sizes that were timed, for who wants no more than an idea.
+    verification_seconds: tuple[tuple[int, float], ...]
 
 
 def measure_step(probe: StepProbe, max_model_len: int, token_budget: int | None) -> StepCost:
@@ -35,9 +39,13 @@ def measure_step(probe: StepProbe, max_model_len: int, token_budget: int | None)
     few_seconds = probe.seconds(0, few, num_runs=2)
     affordable = int(_PROBE_SECONDS / few_seconds) * few
     num_tokens = min(max(few, affordable), _MOST_TOKENS, max_model_len)
-    per_token = probe.seconds(0, num_tokens, num_runs=3) / num_tokens
+    many_seconds = probe.seconds(0, num_tokens, num_runs=3)
+    per_token = many_seconds / num_tokens
+    one_seconds = probe.seconds(0, 1, num_runs=3)
+    by_size = {1: one_seconds, few: few_seconds, num_tokens: many_seconds}
+    timed = tuple(sorted(by_size.items()))
     if token_budget is not None:
-        return StepCost(token_budget * per_token, token_budget, None)
+        return StepCost(token_budget * per_token, token_budget, None, timed)
     costly_context = None
     far = min(_FAR_CONTEXT, max_model_len - few)
     if far >= num_tokens:
@@ -54,4 +62,22 @@ def measure_step(probe: StepProbe, max_model_len: int, token_budget: int | None)
         costly_context,
         budget * per_token,
     )
-    return StepCost(budget * per_token, budget, costly_context)
+    return StepCost(budget * per_token, budget, costly_context, timed)
+
+
+def measure_verification(probe: StepProbe, max_model_len: int) -> tuple[tuple[int, float], ...]:
+    """(tokens, seconds) of steps that verify drafts: all tokens but one are drafts."""
+    context = min(_DRAFT_CONTEXT, max_model_len - 1)
+    timed = []
+    for num_tokens in _DRAFT_SIZES:
+        if context + num_tokens > max_model_len:
+            break
+        seconds = probe.seconds(context, num_tokens, num_runs=4, num_drafts=num_tokens - 1)
+        timed.append((num_tokens, seconds))
+        if seconds > _PROBE_SECONDS:
+            break
+    logger.info(
+        "seconds of a step by its tokens, drafts among them: %s",
+        ", ".join(f"{num_tokens}: {seconds:.4f}" for num_tokens, seconds in timed),
+    )
+    return tuple(timed)

@@ -49,15 +49,18 @@ class StepProbe:
         runner.forward(self._plan(0, num_computed, num_tokens))
         return runner.hidden
 
-    def seconds(self, num_computed: int, num_tokens: int, num_runs: int) -> float:
+    def seconds(
+        self, num_computed: int, num_tokens: int, num_runs: int, num_drafts: int = 0
+    ) -> float:
         """Of a whole step: a chunk of `num_tokens` behind `num_computed` others.
 
-        The least of `num_runs`, of which the first warms up.
+        The last `num_drafts` of the chunk are drafts to verify. The least of `num_runs`, of which
+        the first warms up.
         """
         runner = self._runner(num_computed, num_tokens)
         seconds = []
         for step in range(num_runs):
-            plan = self._plan(step, num_computed, num_tokens)
+            plan = self._plan(step, num_computed, num_tokens, num_drafts)
             started = time.perf_counter()
             runner.execute(plan)
             self._device.synchronize()
@@ -70,20 +73,21 @@ class StepProbe:
             cache.zero_()  # what was never computed is read here
         return runner
 
-    def _plan(self, step: int, num_computed: int, num_tokens: int) -> StepPlan:
-        num_known = num_computed + num_tokens
+    def _plan(self, step: int, num_computed: int, num_tokens: int, num_drafts: int = 0) -> StepPlan:
+        num_known = num_computed + num_tokens - num_drafts
         request_id = f"probe-{step}"
         return StepPlan(
             step=step,
             num_scheduled_tokens={request_id: num_tokens},
             num_computed_tokens={request_id: num_computed},
+            draft_token_ids={request_id: [0] * num_drafts} if num_drafts else {},
             new_requests=[
                 NewRequest(
                     request_id=request_id,
                     token_ids=[i % self._vocab_size for i in range(num_known)],
                     num_prompt_tokens=num_known,
                     num_computed_tokens=num_computed,
-                    block_ids=list(range(self._num_blocks(num_known))),
+                    block_ids=list(range(self._num_blocks(num_computed + num_tokens))),
                     sampling_params=SamplingParams(temperature=0.0, seed=0),
                 )
             ],

@@ -44,7 +44,7 @@ def engine(checkpoint: Path, **args: Any) -> LLM:
 
 
 def model_forward(llm: LLM) -> CompiledModel:
-    return llm._client._core._executor._worker.model_forward
+    return llm._client._core._executor._worker.target.forward
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def test_a_warm_engine_imports_neither_dynamo_nor_inductor_and_needs_no_compiler
         f"llm = LLM({str(compiled.checkpoint)!r}, compile_mode='auto', **{ENGINE_ARGS})\n"
         "out = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4), use_tqdm=False)\n"
         "assert len(out[0].outputs[0].token_ids) == 4\n"
-        "print(llm._client._core._executor._worker.model_forward.mode)\n"
+        "print(llm._client._core._executor._worker.target.forward.mode)\n"
         "print([m for m in sys.modules if m.startswith(('torch._dynamo', 'torch._inductor'))])\n"
     )
     environment = os.environ | {

@@ -17,6 +17,7 @@ from nano.engine.messages import EngineRequest
 from nano.errors import CheckpointError
 from nano.kv_spec import KVCacheConfig
 from nano.sampling_params import SamplingParams
+from nano.speculation import ProposerInfo
 from nano.step import StepOutput, StepPlan
 
 VOCAB_SIZE = 1000
@@ -34,8 +35,11 @@ class FakeInfo:
     max_num_requests: int = 4
     num_lookahead_tokens: int = 0
     costly_context: int | None = None
+    proposers: tuple[ProposerInfo, ...] = ()
+    verification_seconds: tuple[tuple[int, float], ...] = ((1, 0.01),)
     step_seconds: float = 0.01
     numerics_id: str = "fake"
+    is_exact: bool = False
 
 
 class FakeExecutor:
@@ -56,7 +60,7 @@ class FakeExecutor:
 
     def execute(self, plan: StepPlan) -> StepOutput:
         self.plans.append(plan)
-        for request_id in plan.finished_request_ids:
+        for request_id in (*plan.finished_request_ids, *plan.preempted_request_ids):
             del self._token_ids[request_id], self._num_computed[request_id]
         for request in plan.new_requests:
             self._token_ids[request.request_id] = list(request.token_ids)
@@ -65,7 +69,7 @@ class FakeExecutor:
         for request_id, num_tokens in plan.num_scheduled_tokens.items():
             output.token_ids.append(self._run(request_id, num_tokens, output))
             output.draft_token_ids.append([])
-            output.draft_sources.append([])
+            output.draft_sources.append("")
         return output
 
     def _run(self, request_id: str, num_tokens: int, output: StepOutput) -> list[int]:

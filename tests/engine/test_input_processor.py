@@ -6,9 +6,12 @@ import pytest
 
 from nano.checkpoint.hf_config import DecoderConfig, load_decoder_config
 from nano.config import EngineConfig
+from nano.engine.codec import decode, encode
 from nano.engine.input_processor import InputProcessor, PreparedRequest
+from nano.engine.messages import AddRequests
 from nano.errors import ConfigError, InvalidRequest
 from nano.sampling_params import SamplingParams
+from nano.speculation import ProposerInfo, RequestSpeculation
 from tests import tiny
 from tests.vocabularies import (
     byte_tokenizer,
@@ -18,6 +21,11 @@ from tests.vocabularies import (
 )
 
 MAX_MODEL_LEN = 32
+PROPOSERS = (
+    ProposerInfo("echo", 6, is_free=True, needs_prediction=True),
+    ProposerInfo("fast", 4, is_free=True),
+    ProposerInfo("slow", 8, is_free=False),
+)
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +44,7 @@ def make_processor(
     decoder: DecoderConfig,
     draws_random_seeds: bool = False,
     num_kv_slots: int = MAX_MODEL_LEN,
+    proposers: tuple[ProposerInfo, ...] = (),
     **args: Any,
 ) -> InputProcessor:
     config = EngineConfig.from_args({"max_model_len": MAX_MODEL_LEN, **args})
@@ -44,8 +53,20 @@ def make_processor(
         decoder,
         byte_tokenizer(),
         num_kv_slots=num_kv_slots,
+        proposers=proposers,
         draws_random_seeds=draws_random_seeds,
     )
+
+
+def speculate(
+    decoder: DecoderConfig,
+    proposers: tuple[ProposerInfo, ...] = PROPOSERS,
+    params: SamplingParams | None = None,
+    **wishes: Any,
+) -> PreparedRequest:
+    """A prompt with `speculative`, `prediction` or `speculative_trace`."""
+    processor = make_processor(decoder, proposers=proposers)
+    return processor.process("r", "abc", params or SamplingParams(), arrival_time=1.0, **wishes)
 
 
 def prepare(
@@ -276,3 +297,153 @@ def test_a_prompt_that_the_kv_cache_cannot_hold_is_refused_with_both_numbers(dec
     assert prepare(processor, "x" * 19).prompt_token_ids
     with pytest.raises(InvalidRequest, match="20 tokens long; at most 19 fit into the KV cache"):
         prepare(processor, "x" * 20)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "enabled", "num_tokens"),
+    [
+        ({}, True, {"fast": 4, "slow": 8}),
+        ({"speculative": {}}, True, {"fast": 4, "slow": 8}),
+        ({"speculative": {"method": None, "num_tokens": None}}, True, {"fast": 4, "slow": 8}),
+        ({"speculative": {"enabled": False}}, False, {}),
+        ({"speculative": {"enabled": False, "method": "slow"}}, False, {}),
+        ({"speculative": {"method": "slow"}}, True, {"slow": 8}),
+        ({"speculative": {"methods": ["slow", "fast", "slow"]}}, True, {"slow": 8, "fast": 4}),
+        ({"speculative": {"num_tokens": 5}}, True, {"fast": 4, "slow": 5}),
+        ({"speculative": {"method": "fast", "num_tokens": 0}}, True, {"fast": 0}),
+        ({"speculative": RequestSpeculation(("fast",), 2)}, True, {"fast": 2}),
+        ({"prediction": "x"}, True, {"echo": 6, "fast": 4, "slow": 8}),
+        ({"prediction": ""}, True, {"fast": 4, "slow": 8}),
+        ({"prediction": [5], "speculative": {"method": "echo"}}, True, {"echo": 6}),
+        ({"prediction": [], "speculative": {"method": "echo"}}, True, {}),
+        ({"prediction": "x", "speculative": {"method": "fast"}}, True, {"fast": 4}),
+    ],
+)
+def test_what_is_in_force_is_the_engines_own_under_the_callers_wishes(
+    decoder: DecoderConfig, wishes: dict[str, Any], enabled: bool, num_tokens: dict[str, int]
+) -> None:
+    report = speculate(decoder, **wishes).speculative
+    assert report is not None
+    assert report.enabled is enabled
+    assert list(report.num_tokens.items()) == list(num_tokens.items())  # the order counts
+    assert report.methods == tuple(num_tokens)
+    assert report.prediction_methods == tuple(name for name in num_tokens if name == "echo")
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        ({"speculative": "fast"}, "must be an object, got 'fast'"),
+        ({"speculative": {"mode": 1}}, "has no field 'mode'"),
+        ({"speculative": {"method": "fast", "methods": ["slow"]}}, "not both"),
+        ({"speculative": {"method": "magic"}}, "no method 'magic'; it has echo, fast, slow"),
+        ({"speculative": {"methods": []}}, "methods must not be empty"),
+        ({"speculative": {"methods": "fast"}}, "methods must be a list of names"),
+        ({"speculative": {"methods": [1]}}, "methods must be a list of names"),
+        ({"speculative": {"num_tokens": -1}}, "at least 0, got -1"),
+        ({"speculative": {"num_tokens": True}}, "num_tokens must be an integer .* got True"),
+        ({"speculative": {"num_tokens": 9}}, "num_tokens must be at most 8, .* got 9"),
+        (
+            {"speculative": {"method": "fast", "num_tokens": 5}},
+            "num_tokens must be at most 4, which is the most that fast may draft here, got 5",
+        ),
+        (
+            {"speculative": {"num_tokens": 9, "enabled": False}},
+            "num_tokens must be at most 8, .* got 9",
+        ),
+        ({"speculative": {"enabled": 1}}, "enabled must be true or false, got 1"),
+        ({"prediction": 5}, "a string or a list of token ids, got int"),
+        ({"prediction": {"type": "content"}}, "a string or a list of token ids, got dict"),
+        ({"prediction": b"x"}, "got bytes"),
+        ({"prediction": [1.5]}, "token ids, got 1.5"),
+        ({"prediction": [260]}, r"prediction holds token id 260, outside \[0, 260\)"),
+        ({"prediction": "\udfff"}, "prediction .*lone surrogate"),
+        ({"speculative_trace": 1}, "must be true or false, got 1"),
+        ({"speculative_trace": None}, "must be true or false, got None"),
+    ],
+)
+def test_wishes_that_cannot_be_met_are_refused_by_name(
+    decoder: DecoderConfig, wishes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        speculate(decoder, **wishes)
+    assert caught.value.param in wishes
+    assert caught.value.param in str(caught.value)
+
+
+def test_an_engine_without_proposers_refuses_methods_and_reports_only_if_asked(
+    decoder: DecoderConfig,
+) -> None:
+    assert speculate(decoder, ()).speculative is None
+    for wishes in (
+        {"speculative": {"enabled": False}},
+        {"speculative": {"num_tokens": 0}},
+        {"prediction": "x"},
+        {"speculative_trace": True},
+    ):
+        report = speculate(decoder, (), **wishes).speculative
+        assert report is not None
+        assert report.methods == ()
+    with pytest.raises(InvalidRequest, match="no method 'fast'; it has none"):
+        speculate(decoder, (), speculative={"method": "fast", "enabled": False})
+    with pytest.raises(InvalidRequest, match=r"num_tokens must be at most 0, .* got 1"):
+        speculate(decoder, (), speculative={"num_tokens": 1})
+
+
+def test_what_the_core_must_know_of_speculation_survives_the_wire(decoder: DecoderConfig) -> None:
+    prepared = speculate(
+        decoder,
+        params=SamplingParams(n=2),
+        speculative={"methods": ["slow", "echo"], "num_tokens": 3},
+        prediction="xyz",
+        speculative_trace=True,
+    )
+    message = decode(encode(AddRequests(prepared.children)))
+    assert isinstance(message, AddRequests)
+    assert message.requests == prepared.children
+    for child in message.requests:
+        assert child.speculation == RequestSpeculation(("slow", "echo"), 3)
+        assert child.prediction_token_ids == tuple(b"xyz")
+        assert child.traces_drafts
+
+
+def test_speculation_leaves_the_rest_of_a_request_alone(decoder: DecoderConfig) -> None:
+    (plain,) = speculate(decoder).children
+    (other,) = speculate(decoder, speculative={"method": "slow"}, prediction="xyz").children
+    assert plain.speculation == RequestSpeculation()
+    restored = dataclasses.replace(other, speculation=RequestSpeculation(), prediction_token_ids=())
+    assert restored == plain
+
+
+def test_a_predicted_text_is_a_fragment_without_bos(decoder: DecoderConfig) -> None:
+    tokens = sentencepiece_metadata()["tokenizer.ggml.tokens"]
+    tokenizer = sentencepiece_tokenizer()
+    config = EngineConfig.from_args({"max_model_len": MAX_MODEL_LEN})
+    bigger = dataclasses.replace(decoder, vocab_size=len(tokens))
+    processor = InputProcessor(config, bigger, tokenizer, num_kv_slots=MAX_MODEL_LEN)
+    prompt = [1]
+    for text, pieces in (("the", ["t", "he"]), (" the", ["▁the"])):
+        (child,) = processor.process("r", prompt, arrival_time=0.0, prediction=text).children
+        assert [tokens[i] for i in child.prediction_token_ids] == pieces
+
+
+def test_a_prediction_is_cut_at_the_longest_possible_answer(decoder: DecoderConfig) -> None:
+    for prediction in ("x" * 1000, [120] * 1000, "x" * MAX_MODEL_LEN):
+        (child,) = speculate(decoder, prediction=prediction).children
+        assert child.prediction_token_ids == (120,) * MAX_MODEL_LEN
+
+
+def test_drafts_are_traced_if_asked_or_if_a_stop_string_may_end_the_counting(
+    decoder: DecoderConfig,
+) -> None:
+    stop = SamplingParams(stop=["x"])
+    off = {"enabled": False}
+
+    def traces(*args: Any, **wishes: Any) -> bool:
+        return speculate(decoder, *args, **wishes).children[0].traces_drafts
+
+    assert not traces()
+    assert traces(speculative_trace=True)
+    assert traces(params=stop)
+    assert not traces(params=stop, speculative=off)
+    assert not traces((), stop)

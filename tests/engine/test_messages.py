@@ -21,6 +21,13 @@ from nano.engine.messages import (
 )
 from nano.outputs import FinishReason, TokenOutput
 from nano.sampling_params import SamplingParams
+from nano.speculation import (
+    DraftRecord,
+    ProposerInfo,
+    ProposerStats,
+    RequestSpeculation,
+    SpeculationStats,
+)
 from nano.step import TokenLogprobs
 
 PARAMS = SamplingParams(
@@ -56,7 +63,11 @@ REQUEST = EngineRequest(
     bad_words_token_ids=((5,), (6, 7)),
     priority=-3,
     cache_salt="salt",
+    speculation=RequestSpeculation(("a", "b"), 3, False),
+    prediction_token_ids=(5, 6),
+    traces_drafts=True,
 )
+STATS = SpeculationStats(3, 7, {"a": ProposerStats(2, 4, 3, [2, 2], [2, 1])})
 LOGPROBS = TokenLogprobs(
     [[5, 5, 6], [7, 8, 9]], [[-0.5, -0.5, -math.inf], [-1.0, -2.0, -3.0]], [1, 4]
 )
@@ -70,6 +81,8 @@ OUTPUT = TokenOutput(
     num_cached_tokens=16,
     first_scheduled_time=13.5,
     error="why",
+    draft=DraftRecord(9, "a", [5, 8], [5, 7]),
+    speculation=STATS,
 )
 MESSAGES = [
     AddRequests([REQUEST]),
@@ -77,7 +90,7 @@ MESSAGES = [
     ControlRequest(4, "reset_prefix_cache"),
     EngineOutputs([OUTPUT]),
     ControlReply(4, {"num_running": 2.0}),
-    EngineReady(1024, 100, 16, 512, "nano-0123"),
+    EngineReady(1024, 100, 16, 512, "nano-0123", (ProposerInfo("a", 4, False, True, 0.5),), True),
     EngineHeartbeat(99.5, 0.25),
     EngineFailure("on fire"),
 ]

@@ -9,8 +9,17 @@ from nano.engine.input_processor import PreparedRequest
 from nano.engine.messages import EngineRequest
 from nano.engine.output_processor import OutputKind, OutputProcessor
 from nano.errors import InvalidRequest
-from nano.outputs import CompletionOutput, FinishReason, RequestOutput, TokenOutput
+from nano.outputs import (
+    CompletionOutput,
+    FinishReason,
+    RejectedDraft,
+    RequestOutput,
+    SpeculationReport,
+    SpeculationTrace,
+    TokenOutput,
+)
 from nano.sampling_params import SamplingParams
+from nano.speculation import DraftRecord, ProposerStats, SpeculationStats
 from nano.step import TokenLogprobs
 from tests import tiny
 from tests.vocabularies import byte_tokenizer
@@ -19,7 +28,14 @@ EMOJI = "\U0001fae0".encode()
 EOS = tiny.EOS_TOKEN_ID
 
 
-def prepared(request_id: str = "r", n: int = 1, **params: Any) -> PreparedRequest:
+def prepared(
+    request_id: str = "r",
+    n: int = 1,
+    report: SpeculationReport | None = None,
+    shows_trace: bool = False,
+    traces_drafts: bool = False,
+    **params: Any,
+) -> PreparedRequest:
     sampling_params = SamplingParams(n=n, seed=5, **params)
     children = [
         EngineRequest(
@@ -27,10 +43,20 @@ def prepared(request_id: str = "r", n: int = 1, **params: Any) -> PreparedReques
             prompt_token_ids=list(b"prompt"),
             sampling_params=dataclasses.replace(sampling_params, n=1, seed=5 + index),
             arrival_time=10.0,
+            traces_drafts=traces_drafts,
         )
         for index in range(n)
     ]
-    return PreparedRequest(request_id, "prompt", list(b"prompt"), sampling_params, 10.0, children)
+    return PreparedRequest(
+        request_id,
+        "prompt",
+        list(b"prompt"),
+        sampling_params,
+        10.0,
+        children,
+        report,
+        shows_trace,
+    )
 
 
 def news(data: bytes | list[int], request_id: str = "r", **fields: Any) -> TokenOutput:
@@ -329,3 +355,174 @@ def test_output_does_not_depend_on_how_many_tokens_a_step_brings(
     assert ends[0].cumulative_logprob == final.cumulative_logprob
     if final.finish_reason is FinishReason.LENGTH:
         assert final.text == byte_tokenizer().decode(token_ids)
+
+
+FAST, ECHO = "fast", "echo"
+IN_FORCE = SpeculationReport(True, {ECHO: 4, FAST: 4}, (ECHO,))
+TRACED: dict[str, Any] = {"report": IN_FORCE, "shows_trace": True, "traces_drafts": True}
+
+
+def step(number: int, proposer: str, drafts: bytes, tokens: bytes, **fields: Any) -> TokenOutput:
+    """News of a verified step; the last of `tokens` is the target's own."""
+    record = DraftRecord(number, proposer, list(drafts), list(tokens))
+    return news(fields.pop("kept", tokens), draft=record, **fields)
+
+
+# "the quick" in four steps: no drafts; one miss with one behind it; all hit; and a miss at once.
+STEPS = [
+    step(3, "", b"", b"t"),
+    step(4, FAST, b"hex ", b"he "),
+    step(7, ECHO, b"qui", b"quic"),
+    step(8, FAST, b"xy", b"k", finish_reason=FinishReason.LENGTH),
+]
+SOURCES = ["target", FAST, FAST, "target", ECHO, ECHO, ECHO, "target", "target"]
+STEP_NUMBERS = [3, 4, 4, 4, 7, 7, 7, 7, 8]
+REJECTED = [
+    RejectedDraft(4, 3, ord("x"), ord(" "), FAST, num_unjudged=1),
+    RejectedDraft(8, 8, ord("x"), ord("k"), FAST, num_unjudged=1),
+]
+
+
+def test_a_trace_names_the_source_and_step_of_every_token_and_what_beat_a_draft() -> None:
+    run = Run(**TRACED).feed(STEPS[0]).feed(STEPS[1]).feed(STEPS[2]).feed(STEPS[3])
+    completion = run.completion
+    assert completion.text == "the quick"
+    assert completion.speculative_trace == SpeculationTrace(SOURCES, STEP_NUMBERS, REJECTED)
+    for rejected in REJECTED:
+        assert completion.token_ids[rejected.position] == rejected.sampled_token_id
+
+
+def test_a_report_counts_what_the_trace_shows() -> None:
+    run = Run(**TRACED)
+    for output in STEPS:
+        run.feed(output)
+    report = run.completion.speculative
+    assert report is not None
+    assert (report.enabled, report.methods, report.num_tokens) == (
+        True,
+        (ECHO, FAST),
+        {ECHO: 4, FAST: 4},
+    )
+    assert report.stats == SpeculationStats(
+        num_steps=4,
+        num_tokens=9,
+        by_proposer={
+            FAST: ProposerStats(2, 6, 2, [2, 2, 1, 1], [1, 1, 0, 0]),
+            ECHO: ProposerStats(1, 3, 3, [1, 1, 1], [1, 1, 1]),
+        },
+    )
+    assert report.stats.mean_acceptance_length == 9 / 4
+    assert (report.num_accepted_prediction_tokens, report.num_rejected_prediction_tokens) == (3, 0)
+    assert IN_FORCE.stats == SpeculationStats()  # the next request begins at zero
+
+
+def test_a_trace_is_streamed_in_pieces_that_add_up() -> None:
+    whole = SpeculationTrace()
+    run = Run(OutputKind.DELTA, **TRACED)
+    for output in STEPS:
+        run.feed(output)
+    for output in run.outputs:
+        (piece,) = output.outputs
+        assert piece.speculative_trace is not None
+        assert len(piece.speculative_trace.sources) == len(piece.token_ids)
+        assert (piece.speculative is not None) == piece.is_finished
+        whole.sources += piece.speculative_trace.sources
+        whole.steps += piece.speculative_trace.steps
+        whole.rejected += piece.speculative_trace.rejected
+    assert whole == SpeculationTrace(SOURCES, STEP_NUMBERS, REJECTED)
+
+
+def test_cumulative_traces_grow_and_earlier_ones_stay_as_they_were() -> None:
+    run = Run(OutputKind.CUMULATIVE, **TRACED)
+    for output in STEPS:
+        run.feed(output)
+    traces = [output.outputs[0].speculative_trace for output in run.outputs]
+    for trace, count in zip(traces, (1, 4, 8, 9)):
+        assert trace is not None
+        assert trace.sources == SOURCES[:count]
+
+
+@pytest.mark.parametrize(
+    ("stop", "num_tokens", "drafts", "num_rejected"),
+    [
+        ("q", 5, [1, 1], 1),  # the first of an accepted run
+        ("ui", 7, [3, 3], 1),  # the last of one
+        ("ic", 8, [3, 3], 1),  # the target's own behind it
+        ("he", 3, [], 0),  # in front of a draft that was rejected
+        ("e ", 4, [], 1),  # with what was sampled instead
+    ],
+)
+def test_a_stop_string_within_an_accepted_run_cuts_trace_and_counts(
+    stop: str, num_tokens: int, drafts: list[int], num_rejected: int
+) -> None:  # B004
+    run = Run(stop=[stop], **TRACED)
+    for output in STEPS:
+        run.feed(output)
+    completion = run.completion
+    assert completion.token_ids == list(b"the quick")[:num_tokens]
+    assert (completion.finish_reason, completion.stop_reason) == (FinishReason.STOP, stop)
+    trace, report = completion.speculative_trace, completion.speculative
+    assert trace is not None
+    assert report is not None
+    assert trace.sources == SOURCES[:num_tokens]
+    assert trace.steps == STEP_NUMBERS[:num_tokens]
+    assert trace.rejected == REJECTED[:num_rejected]
+    assert report.stats.num_tokens == num_tokens
+    num_accepted = sum(s.num_accepted_tokens for s in report.stats.by_proposer.values())
+    assert num_accepted == sum(source != "target" for source in trace.sources)
+    echo = report.stats.by_proposer.get(ECHO)
+    assert ([echo.num_draft_tokens, echo.num_accepted_tokens] if echo else []) == drafts
+
+
+def test_a_run_that_the_core_cut_at_max_tokens_is_cut_in_trace_and_counts() -> None:
+    run = Run(max_tokens=3, **TRACED).feed(STEPS[0])
+    run.feed(step(4, FAST, b"he q", b"he q!", kept=b"he", finish_reason=FinishReason.LENGTH))
+    completion = run.completion
+    assert completion.speculative_trace == SpeculationTrace(["target", FAST, FAST], [3, 4, 4], [])
+    report = completion.speculative
+    assert report is not None
+    assert report.stats.by_proposer == {FAST: ProposerStats(1, 2, 2, [1, 1], [1, 1])}
+
+
+def test_without_a_trace_the_core_does_the_counting() -> None:
+    counted = SpeculationStats(3, 7, {FAST: ProposerStats(2, 8, 4, [2], [2])})
+    run = Run(report=IN_FORCE).feed(news(b"abcd"))
+    run.feed(news(b"efg", finish_reason=FinishReason.LENGTH, speculation=counted))
+    assert run.completion.speculative_trace is None
+    assert run.completion.speculative == dataclasses.replace(IN_FORCE, stats=counted)
+
+
+def test_a_core_that_runs_on_behind_a_stop_string_does_not_change_the_counts() -> None:
+    late = SpeculationStats(9, 9)
+    run = Run(stop=["q"], report=IN_FORCE, traces_drafts=True).feed(STEPS[0]).feed(STEPS[1])
+    last = dataclasses.replace(STEPS[2], finish_reason=FinishReason.LENGTH, speculation=late)
+    report = run.feed(last).completion.speculative
+    assert report is not None
+    assert (report.stats.num_steps, report.stats.num_tokens) == (3, 5)
+    assert run.completion.speculative_trace is None  # counted, but not asked for
+
+
+def test_each_of_n_choices_has_a_report_and_a_trace_of_its_own() -> None:
+    run = Run(n=2, **TRACED)
+    run.feed(step(1, FAST, b"a", b"ab", request_id="0_r"), step(1, "", b"", b"c", request_id="1_r"))
+    run.feed(step(2, ECHO, b"x", b"y", request_id="1_r", finish_reason=FinishReason.LENGTH))
+    run.feed(step(3, "", b"", b"z", request_id="0_r", finish_reason=FinishReason.LENGTH))
+    first, second = run.outputs[0].outputs
+    assert first.speculative_trace == SpeculationTrace([FAST, "target", "target"], [1, 1, 3], [])
+    assert second.speculative_trace == SpeculationTrace(
+        ["target", "target"], [1, 2], [RejectedDraft(2, 1, ord("x"), ord("y"), ECHO, 0)]
+    )
+    assert first.speculative is not None
+    assert second.speculative is not None
+    assert (first.speculative.stats.num_steps, second.speculative.stats.num_steps) == (2, 2)
+    assert first.speculative.num_rejected_prediction_tokens == 0
+    assert second.speculative.num_rejected_prediction_tokens == 1
+
+
+def test_completions_are_equal_however_they_were_speculated() -> None:
+    run = Run(**TRACED)
+    for output in STEPS:
+        run.feed(output)
+    plain = Run().feed(news(b"the quick", finish_reason=FinishReason.LENGTH))
+    assert run.completion == plain.completion
+    assert plain.completion.speculative is None

@@ -48,7 +48,8 @@ class KVCacheModel(RuleBasedStateMachine):
         return request.cache_salt, tuple(request.token_ids[: (index + 1) * self.block_size])
 
     def num_needed(self, request: Request, num_tokens: int) -> int:
-        num_tokens += self.kv_cache.num_lookahead_tokens
+        if num_tokens >= len(request.token_ids):
+            num_tokens += self.kv_cache.num_lookahead_tokens
         num_tokens = min(num_tokens, request.max_num_tokens)
         return (num_tokens + self.block_size - 1) // self.block_size
 

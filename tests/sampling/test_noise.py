@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from nano.sampling.noise import log_exponential, log_exponential_from_bits, random_bits
+from nano.sampling import noise
+from nano.sampling.noise import (
+    NoiseDomain,
+    domain_seeds,
+    log_exponential,
+    log_exponential_from_bits,
+    random_bits,
+    row_keys,
+    uniforms,
+)
 
 
 def int32(words: list[int]) -> torch.Tensor:
@@ -72,3 +81,56 @@ def test_the_smallest_of_many_exponentials_is_exponential():
     empirical = (np.arange(len(scaled)) + 0.5) / len(scaled)
     distance = np.abs(1 - np.exp(-scaled) - empirical).max()
     assert distance < 1.95 / math.sqrt(len(scaled))  # Kolmogorov-Smirnov at p = 0.001
+
+
+def test_every_domain_and_counter_has_a_seed_of_its_own():
+    user_seeds = np.concatenate((np.arange(-50, 50), [2**63 - 1, -(2**63)]))
+    seen = set(user_seeds.tolist())
+    for domain in NoiseDomain:
+        for counter in range(50):
+            seen.update(domain_seeds(user_seeds, domain, counter).tolist())
+    assert len(seen) == len(user_seeds) * (1 + len(NoiseDomain) * 50)
+
+
+def test_a_derived_seed_depends_on_its_own_key_alone():
+    seeds, counters = np.array([7, 8, 7]), np.array([0, 5, 5])
+    together = domain_seeds(seeds, NoiseDomain.DRAFT, counters)
+    for i in range(3):
+        alone = domain_seeds(seeds[i : i + 1], NoiseDomain.DRAFT, int(counters[i]))
+        assert alone[0] == together[i]
+
+
+def test_keys_in_numpy_are_those_of_single_rows():
+    for seed, position in ((0, 0), (5, 17), (-1, 2**40), (2**63 - 1, 3)):
+        word = int(noise._scramble(np.array([seed]), np.array([position]))[0])
+        first, second = row_keys(seed, position)
+        assert (word >> 32, word & 0xFFFFFFFF) == (first & 0xFFFFFFFF, second & 0xFFFFFFFF)
+
+
+def test_uniforms_lie_inside_zero_and_one_whatever_the_bits(monkeypatch):
+    words = np.array([0, 1, 2**12, 2**64 - 1, 2**63], np.uint64)
+    monkeypatch.setattr(noise, "_scramble", lambda seeds, positions: words)
+    u = uniforms(words, words)
+    assert (u > 0).all()
+    assert (u < 1).all()
+    assert u[0] == 2.0**-53
+    assert u[3] == 1 - 2.0**-53
+
+
+@pytest.mark.parametrize("axis", ["seed", "position", "domain", "counter"])
+def test_uniforms_are_uniform_and_uncorrelated_along_each_key(axis: str):
+    n = 1 << 15
+    index = np.arange(n)
+    if axis == "seed":
+        u = uniforms(domain_seeds(index, NoiseDomain.ACCEPTANCE, 3), np.full(n, 2))
+    elif axis == "position":
+        u = uniforms(domain_seeds(np.full(n, 9), NoiseDomain.ACCEPTANCE, 0), index)
+    elif axis == "counter":
+        u = uniforms(domain_seeds(np.full(n, 9), NoiseDomain.ACCEPTANCE, index), np.full(n, 2))
+    else:  # neighbours are two domains of one request
+        pairs = [domain_seeds(index[: n // 2], domain, 4) for domain in list(NoiseDomain)[:2]]
+        u = uniforms(np.stack(pairs, axis=1).ravel(), np.full(n, 2))
+    counts = np.bincount((u * 256).astype(int), minlength=256)
+    chi_square = ((counts - n / 256) ** 2 / (n / 256)).sum()
+    assert abs(chi_square - 255) < 4 * math.sqrt(2 * 255)
+    assert abs(np.corrcoef(u[:-1], u[1:])[0, 1]) < 4 / math.sqrt(n)

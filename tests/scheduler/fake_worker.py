@@ -11,12 +11,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nano.outputs import FinishReason, TokenOutput
+from nano.scheduler.draft_planner import DraftPlanner
+from nano.scheduler.draft_policy import DraftPolicy
 from nano.scheduler.scheduler import Scheduler
+from nano.speculation import ProposerInfo
 from nano.step import NewRequest, StepOutput, StepPlan, TokenLogprobs
 
 VOCAB_SIZE = 40
 EOS = 0
 NAN = -1  # a fingerprint no token has
+JUNK = "junk"  # the only proposer
+
+
+def draft_planner(num_draft_tokens: int) -> DraftPlanner | None:
+    """Always asks for so many drafts, and verifies all of them."""
+    if not num_draft_tokens:
+        return None
+    infos = [ProposerInfo(JUNK, num_draft_tokens, is_free=True)]
+    return DraftPlanner(infos, DraftPolicy(infos, [(1, 1.0)], is_static=True))
 
 
 def fingerprint(parent: int, token_id: int) -> int:
@@ -56,7 +68,8 @@ class Row:
 class FakeWorker:
     """Executes plans and asserts that each can be executed.
 
-    num_draft_tokens   most drafts proposed per request, right with probability `draft_accuracy`
+    num_draft_tokens   most drafts made of those that a plan asks for, each right with probability
+    draft_accuracy
     error_rate         chance that a request of a step computes NaN
     """
 
@@ -92,16 +105,16 @@ class FakeWorker:
                 output.errors[request_id] = "NaN in logits"
             else:
                 token_ids = self._sample(plan, request_id, output)
-                drafts = self._propose(request_id) if token_ids else []
+                drafts = self._propose(plan, request_id) if token_ids else []
             output.request_ids.append(request_id)
             output.token_ids.append(token_ids)
             output.draft_token_ids.append(drafts)
-            output.draft_sources.append(["junk"] * len(drafts))
+            output.draft_sources.append(JUNK if drafts else "")
         return output
 
     def _apply(self, plan: StepPlan) -> None:
         self.extended: set[str] = set()
-        for request_id in plan.finished_request_ids:
+        for request_id in (*plan.finished_request_ids, *plan.preempted_request_ids):
             del self.rows[request_id]  # KeyError: never seen, or forgotten twice
         for new in plan.new_requests:
             assert new.request_id not in self.rows, f"{new.request_id} has a row"
@@ -175,10 +188,12 @@ class FakeWorker:
             output.logprobs[request_id] = make_logprobs(token_ids, position)
         return token_ids
 
-    def _propose(self, request_id: str) -> list[int]:
+    def _propose(self, plan: StepPlan, request_id: str) -> list[int]:
         drafts: list[int] = []
+        asked = plan.draft_requests.get(request_id, ())
+        most = min(self.num_draft_tokens, max((one.num_tokens for one in asked), default=0))
         parent = self.rows[request_id].fingerprints[-1]
-        for _ in range(self.random.randint(0, self.num_draft_tokens)):
+        for _ in range(self.random.randint(0, most)):
             is_right = self.random.random() < self.draft_accuracy
             drafts.append(next_token(parent) if is_right else self.random.randrange(VOCAB_SIZE))
             parent = fingerprint(parent, drafts[-1])
@@ -208,7 +223,7 @@ class Driver:
         plan = self.scheduler.schedule(now=float(len(self.plans)))
         self.scheduler.check_invariants()
         self.plans.append(plan)
-        assert plan.num_tokens <= self.scheduler.token_budget, "the token budget is exceeded"
+        assert plan.num_tokens <= self.scheduler.budget.num_tokens, "the token budget is exceeded"
         updates = self.scheduler.update_from_output(plan, self.worker.execute(plan))
         self.scheduler.check_invariants()
         self.collect(updates)

@@ -15,7 +15,14 @@ from nano.sampling_params import SamplingParams
 from nano.scheduler.request import Request
 from nano.scheduler.scheduler import Scheduler
 from nano.step import StepPlan
-from tests.scheduler.fake_worker import EOS, VOCAB_SIZE, Driver, FakeWorker, expected_output
+from tests.scheduler.fake_worker import (
+    EOS,
+    VOCAB_SIZE,
+    Driver,
+    FakeWorker,
+    draft_planner,
+    expected_output,
+)
 
 NUM_STEPS = 2000  # of each of five workloads
 
@@ -88,7 +95,10 @@ class Traffic:
             workload.num_lookahead_tokens,
         )
         self.scheduler = Scheduler(
-            kv_cache, max_model_len=workload.max_model_len, **workload.scheduler
+            kv_cache,
+            max_model_len=workload.max_model_len,
+            drafts=draft_planner(workload.num_draft_tokens),
+            **workload.scheduler,
         )
         self.limit = min(workload.max_model_len, kv_cache.num_slots)
         worker = FakeWorker(

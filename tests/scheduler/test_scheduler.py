@@ -11,8 +11,10 @@ from nano.scheduler.scheduler import Scheduler
 from nano.step import StepOutput, StepPlan
 from tests.scheduler.fake_worker import (
     EOS,
+    JUNK,
     Driver,
     FakeWorker,
+    draft_planner,
     expected_output,
     make_logprobs,
 )
@@ -27,6 +29,7 @@ def make_scheduler(
     max_model_len: int = 256,
     num_lookahead_tokens: int = 0,
     enable_prefix_caching: bool = True,
+    num_draft_tokens: int = 8,
     **options: object,
 ) -> Scheduler:
     kv_cache = KVCacheManager(num_blocks, block_size, enable_prefix_caching, num_lookahead_tokens)
@@ -35,6 +38,7 @@ def make_scheduler(
         max_model_len=max_model_len,
         token_budget=token_budget,
         max_num_requests=max_num_requests,
+        drafts=draft_planner(num_draft_tokens),
         **options,  # type: ignore[arg-type]
     )
 
@@ -59,11 +63,12 @@ def make_request(
 def answer(plan: StepPlan, **tokens: list[int]) -> StepOutput:
     """An output written by hand; requests not named go on with their prompt."""
     ids = list(plan.num_scheduled_tokens)
-    return StepOutput(ids, [tokens.get(r, []) for r in ids], [[] for _ in ids], [[] for _ in ids])
+    return StepOutput(ids, [tokens.get(r, []) for r in ids], [[] for _ in ids], [""] * len(ids))
 
 
 def with_drafts(output: StepOutput, request_id: str, drafts: list[int]) -> StepOutput:
-    output.draft_token_ids[output.request_ids.index(request_id)] = drafts
+    index = output.request_ids.index(request_id)
+    output.draft_token_ids[index], output.draft_sources[index] = drafts, JUNK if drafts else ""
     return output
 
 
@@ -387,7 +392,7 @@ class TestPreemption:
         while not driver.scheduler.stats().num_preemptions:
             driver.step()
         plan = driver.plans[-1]
-        assert plan.finished_request_ids == ["c"]
+        assert plan.preempted_request_ids == ["c"]
         assert list(plan.num_scheduled_tokens) == ["a", "b"]
         assert plan.new_requests == []
         driver.run()
@@ -408,7 +413,7 @@ class TestPreemption:
         scheduler.add(make_request("urgent", 1, priority=-1))
         while not scheduler.stats().num_preemptions:
             driver.step()
-        assert driver.plans[-1].finished_request_ids == ["c"]  # a row and a block are free
+        assert driver.plans[-1].preempted_request_ids == ["c"]  # a row and a block are free
         assert driver.plans[-1].new_requests == []
         driver.step()
         assert [new.request_id for new in driver.plans[-1].new_requests] == ["urgent"]
@@ -421,10 +426,10 @@ class TestPreemption:
         assert list(driver.plans[0].num_scheduled_tokens) == ["b", "a", "c"]
         while driver.scheduler.stats().num_preemptions < 1:
             driver.step()
-        assert driver.plans[-1].finished_request_ids == ["c"]
+        assert driver.plans[-1].preempted_request_ids == ["c"]
         while driver.scheduler.stats().num_preemptions < 2:
             driver.step()
-        assert driver.plans[-1].finished_request_ids == ["a"]
+        assert driver.plans[-1].preempted_request_ids == ["a"]
         assert driver.finish_reason("b") is None
         driver.run()
         assert all(len(tokens) == 9 for tokens in driver.token_ids.values())
@@ -492,7 +497,9 @@ class TestPreemption:
     @pytest.mark.parametrize("num_draft_tokens", [0, 3])
     @pytest.mark.parametrize("policy", ["fcfs", "priority"])
     def test_a_crowded_cache_changes_no_token(self, policy: str, num_draft_tokens: int) -> None:
-        scheduler = make_scheduler(10, 4, policy=policy, max_num_requests=6)
+        scheduler = make_scheduler(
+            10, 4, policy=policy, max_num_requests=6, num_draft_tokens=num_draft_tokens
+        )
         driver = Driver(scheduler, FakeWorker(4, num_draft_tokens=num_draft_tokens))
         requests = [
             make_request(f"r{i}", 3 + 5 * i % 17, priority=i * 7 % 4, max_tokens=5 + i)
@@ -663,7 +670,8 @@ class TestAbort:
             driver.step()
         driver.collect(driver.scheduler.abort(["b"]))
         driver.run()
-        assert sum(plan.finished_request_ids.count("b") for plan in driver.plans) == 1
+        assert sum(plan.preempted_request_ids.count("b") for plan in driver.plans) == 1
+        assert sum(plan.finished_request_ids.count("b") for plan in driver.plans) == 0
 
     def test_the_output_of_a_request_aborted_meanwhile_is_dropped(self) -> None:
         scheduler = make_scheduler()
@@ -795,8 +803,8 @@ class TestReports:
         output.prompt_logprobs["a"] = make_logprobs(request.token_ids[1:7], 1)
         scheduler.update_from_output(plan, output)
         scheduler._preempt(scheduler.running.pop())
-        scheduler.token_budget = 8  # the second time the chunks are other ones
-        scheduler.chunk_cap = 8
+        scheduler.budget.num_tokens = 8  # the second time the chunks are other ones
+        scheduler.budget.chunk_cap = 8
         plan = scheduler.schedule(0.0)
         assert plan.num_computed_tokens == {"a": 0}
         output = answer(plan)

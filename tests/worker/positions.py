@@ -46,7 +46,7 @@ def logits_of_prompts(worker: Worker, prompts: list[list[int]], rows: int) -> li
             new_requests=new if start == 0 else [],
         )
         worker.runner.forward(plan)
-        logits = worker.model.compute_logits(worker.runner.hidden)
+        logits = worker.target.model.compute_logits(worker.runner.hidden)
         first = 0
         for request_id in worker.runner.sample().request_ids:
             count = plan.num_scheduled_tokens[request_id]

@@ -69,10 +69,10 @@ def test_a_probe_repeats_itself_and_leaves_the_engine_alone(checkpoint, max_mode
     worker = Worker(resolve(EngineConfig.from_args(args)))
     worker.load(show_progress=False)
     before = [cache.clone() for cache in worker.runner.context.kv_caches]
-    first, again = (worker.probe.hidden(worker.model.forward, 5) for _ in range(2))
+    first, again = (worker.target.probe.hidden(worker.target.model.forward, 5) for _ in range(2))
     assert first.shape == (min(5, max_model_len), 64)
     assert torch.equal(first, again)
-    twice = worker.probe.hidden(lambda *inputs: 2 * worker.model.forward(*inputs), 5)
+    twice = worker.target.probe.hidden(lambda *inputs: 2 * worker.target.model.forward(*inputs), 5)
     assert torch.equal(twice, 2 * first)
     for cache, kept in zip(worker.runner.context.kv_caches, before, strict=True):
         assert torch.equal(cache.view(torch.int32), kept.view(torch.int32))

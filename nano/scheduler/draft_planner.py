@@ -1,0 +1,115 @@
+"""DraftPlanner: the scheduler's half of speculation. Torch-free.
+
+Which proposers a request may use, what is asked of them, which of their drafts are verified, and
+what came of it. The decisions themselves are `DraftPolicy`'s; this owns the counts that callers and
+operators see.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from nano.scheduler.draft_policy import DraftCandidate, DraftPolicy, StepTiming
+from nano.scheduler.request import Request
+from nano.speculation import DraftRecord, ProposerInfo, SpeculationStats
+from nano.step import StepOutput, StepPlan
+
+
+class DraftPlanner:
+    """Called by the scheduler once per step at each of its stages, in the order of the methods."""
+
+    def __init__(self, proposers: Sequence[ProposerInfo], policy: DraftPolicy):
+        self._infos = {info.name: info for info in proposers}
+        self.policy = policy
+        self.stats = SpeculationStats()  # of the engine since its start
+
+    def admit(self, request: Request) -> None:
+        """Settle who may guess for a new request, and how much."""
+        wishes = request.speculation
+        names = self._infos if wishes.methods is None else wishes.methods
+        if not wishes.enabled or wishes.num_tokens == 0:
+            names = ()
+        request.proposers = tuple(
+            name
+            for name in names
+            if name in self._infos
+            and (request.prediction_token_ids or not self._infos[name].needs_prediction)
+        )
+        caps = [self._infos[name].num_tokens for name in request.proposers]
+        cap = max(caps, default=0)
+        request.max_draft_tokens = cap if wishes.num_tokens is None else min(cap, wishes.num_tokens)
+
+    def trim(self, running: Iterable[Request], num_tokens: int) -> None:
+        """Cut drafts to what is worth verifying in a step of `num_tokens` other tokens."""
+        drafted = [request for request in running if request.draft_token_ids]
+        if not drafted:
+            return
+        kept = self.policy.trim(
+            {r.request_id: (r.draft_source, len(r.draft_token_ids)) for r in drafted}, num_tokens
+        )
+        for request in drafted:
+            num_kept = kept[request.request_id]
+            if num_kept == 0:  # what they say of the next token will still be compared with it
+                request.unverified_draft = request.draft_token_ids[0]
+            del request.draft_token_ids[num_kept:]
+
+    def ask(self, plan: StepPlan, requests: Iterable[Request], num_tokens: int) -> None:
+        """Fill in `plan.draft_requests`; num_tokens: of the step after this one, without drafts."""
+        candidates = []
+        for request in requests:
+            if not request.proposers:
+                continue
+            num_drafts = len(plan.draft_token_ids.get(request.request_id, ()))
+            num_after = request.num_computed_tokens + plan.num_scheduled_tokens[request.request_id]
+            samples = num_after == len(request.token_ids) + num_drafts
+            # It gets a token at least, and its last token is never computed.
+            room = request.max_num_tokens - len(request.token_ids) - 2
+            max_tokens = min(request.max_draft_tokens, room)
+            if samples and max_tokens > 0:
+                candidates.append(DraftCandidate(request.request_id, request.proposers, max_tokens))
+        if candidates:
+            plan.draft_requests = self.policy.choose(candidates, num_tokens)
+
+    def take(
+        self, request: Request, plan: StepPlan, token_ids: list[int], num_kept: int
+    ) -> DraftRecord | None:
+        """Count what a step made of a request's drafts; the record of it, if it is traced.
+
+        `token_ids` are accepted drafts and one more, of which the request keeps `num_kept`. To be
+        called before new drafts are noted.
+        """
+        num_accepted = len(token_ids) - 1
+        drafts = plan.draft_token_ids.get(request.request_id, [])
+        source = request.draft_source
+        for stats in (self.stats, request.speculation_stats):
+            stats.count(source, len(drafts), num_accepted, num_kept)
+        if drafts:
+            self.policy.observe(request.request_id, source, len(drafts), num_accepted)
+        elif request.unverified_draft is not None:
+            is_right = request.unverified_draft == token_ids[0]
+            self.policy.observe_unverified(request.request_id, source, int(is_right), 1)
+        request.unverified_draft = None
+        if not request.traces_drafts:
+            return None
+        return DraftRecord(plan.step, source if drafts else "", drafts, token_ids)
+
+    def observe_step(
+        self, plan: StepPlan, output: StepOutput, execute_seconds: float, other_seconds: float
+    ) -> None:
+        """Tell the policy what a step took: its execution, and planning and updating it."""
+        num_computed = sum(plan.num_computed_tokens.values())
+        self.policy.observe_step(
+            StepTiming(
+                num_tokens=plan.num_tokens,
+                num_context_tokens=num_computed + plan.num_tokens,
+                target_seconds=execute_seconds - output.draft_seconds,
+                draft_seconds=output.draft_seconds,
+                num_draft_passes=output.num_draft_passes,
+                num_draft_pass_tokens=output.num_draft_pass_tokens,
+                other_seconds=other_seconds,
+            ),
+            sum(map(len, output.token_ids)),
+        )
+
+    def forget(self, request: Request) -> None:
+        """The request has ended."""
+        if request.proposers:
+            self.policy.forget(request.request_id)

@@ -1,0 +1,35 @@
+"""DraftingModel: a loaded model as a proposer has it, with what a pass of it takes."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from nano.attention.op import ForwardContext, forward_context
+from nano.batch.input_batch import InputBatchBuilder
+from nano.compile.artifact import ForwardFn
+from nano.models.decoder import Decoder
+from nano.sampling.sampler import Sampler
+
+
+@dataclass(frozen=True, slots=True)
+class DraftingModel:
+    """A loaded model, with what it takes to run a pass of it."""
+
+    model: Decoder
+    forward: ForwardFn
+    context: ForwardContext  # its attention backend and the KV it reads and writes
+    builder: InputBatchBuilder
+    sampler: Sampler
+    max_model_len: int
+    max_num_tokens: int  # of one pass
+
+    def run(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> Tensor:
+        """One pass: hidden states [T, hidden] of `counts[i]` tokens of `rows[i]` from `starts[i]`.
+
+        As `InputBatchBuilder.gather` takes them. Writes their KV.
+        """
+        tokens = self.builder.gather(rows, starts, counts)
+        self.context.backend.plan(tokens.attention)
+        with forward_context(self.context):
+            return self.forward(tokens.input_ids, tokens.positions)

@@ -1,0 +1,173 @@
+"""LoadedModel: one model on one device with all it computes with. A target, or a draft model."""
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nano.attention.backend import AttentionBackend
+from nano.attention.op import ForwardContext, attend
+from nano.attention.select import select_backend
+from nano.batch.input_batch import InputBatchBuilder
+from nano.batch.request_states import RequestStates
+from nano.checkpoint.hf_config import load_decoder_config
+from nano.compile.compile_model import CompiledModel, CompileTarget
+from nano.compile.request import CompileRequest
+from nano.compile.skeleton import describe, dump_skeleton
+from nano.compile.store import ArtifactStore
+from nano.config import EngineConfig
+from nano.device import Device
+from nano.errors import ConfigError
+from nano.kv_spec import LayerKVSpec
+from nano.layers.kernels import TorchKernels
+from nano.layers.native_kernels import NativeKernels
+from nano.layers.select import select_kernels
+from nano.models.weights import load_model, storage_formats
+from nano.sampling.sampler import Sampler
+from nano.spec.proposers import Proposers
+from nano.worker.model_runner import ModelRunner
+from nano.worker.step_probe import StepProbe
+
+
+class LoadedModel:
+    """Weights, kernels, attention backend, compiled forward. Owns no state of any request.
+
+    `config` is resolved. Raises `CheckpointError` or `ConfigError`.
+    """
+
+    def __init__(self, config: EngineConfig, device: Device, *, show_progress: bool = True):
+        self.config = config
+        self.device = device
+        assert config.model.max_model_len is not None
+        self.max_model_len = config.model.max_model_len
+        folder = Path(config.model.path)
+        self.kernels = select_kernels(config.model.dtype, config.model.numerics)
+        self.model = load_model(
+            folder,
+            load_decoder_config(folder),
+            dtype=getattr(torch, config.model.dtype),
+            device=device.torch_device,
+            max_model_len=self.max_model_len,
+            load_format=config.model.load_format,
+            quantization=config.model.quantization,
+            kernels=self.kernels,
+            show_progress=show_progress,
+        )
+        if type(self.kernels) is not TorchKernels:
+            self.model.pack(self.kernels)
+        self.kv_layers = self.model.kv_specs(kv_dtype(config))
+        self._backend_class = select_backend(
+            config.attention.backend, self.kv_layers, device.torch_device, config.model.numerics
+        )
+        self.backend = self.new_backend()
+        self.probe = StepProbe(
+            partial(self.make_runner, Proposers()),
+            device,
+            block_size=config.kv_cache.block_size,
+            max_model_len=self.max_model_len,
+            vocab_size=self.model.config.vocab_size,
+        )
+        self.forward = CompiledModel(self._compile_target(), ArtifactStore.default())
+        self.forward.prepare(config.compile.mode, config.compile.startup)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether no bit of a row depends on its batch: on our kernels, or their slow twin."""
+        return type(self.kernels) is not TorchKernels
+
+    @property
+    def kernels_name(self) -> str:
+        """As the numerics id knows them: with the mode, unless eager and compiled agree on bits."""
+        name = self.kernels.name
+        return name if self._agrees_compiled else f"{name}, {self.forward.mode}"
+
+    @property
+    def _agrees_compiled(self) -> bool:
+        return self.kernels.name == NativeKernels.name
+
+    def new_backend(self) -> AttentionBackend:
+        """One for each context that plans steps of its own."""
+        block_size = self.config.kv_cache.block_size
+        return self._backend_class(block_size, self.kv_layers[0].head_dim ** -0.5)
+
+    def allocate_kv(self, num_blocks: int) -> list[Tensor]:
+        """A cache per layer, uninitialised."""
+        return [
+            torch.empty(
+                self.backend.kv_cache_shape(layer, num_blocks),
+                dtype=getattr(torch, layer.dtype),
+                device=self.device.torch_device,
+            )
+            for layer in self.kv_layers
+        ]
+
+    def make_runner(
+        self,
+        proposers: Proposers,
+        num_blocks: int,
+        max_num_requests: int,
+        token_budget: int,
+        sampler: Sampler | None = None,
+    ) -> ModelRunner:
+        """A runner with KV and request states of its own. Raises `ConfigError` without memory."""
+        block_size = self.config.kv_cache.block_size
+        try:
+            states = RequestStates(max_num_requests, self.max_model_len, block_size)
+            batch_builder = InputBatchBuilder(states, self.device, block_size, token_budget)
+            kv_caches = self.allocate_kv(num_blocks)
+        except (MemoryError, RuntimeError) as error:  # as numpy and as torch say it
+            raise ConfigError(
+                f"no memory for {num_blocks} KV blocks of {block_size} tokens, {max_num_requests} "
+                f"requests (max_num_seqs) of {self.max_model_len} tokens (max_model_len) "
+                f"and {token_budget} tokens a step (max_num_batched_tokens): {error}"
+            ) from error
+        return ModelRunner(
+            model=self.model,
+            model_forward=self.forward,
+            context=ForwardContext(self.backend, kv_caches),
+            states=states,
+            batch_builder=batch_builder,
+            sampler=sampler or Sampler(self.config.model.logprobs_mode),
+            proposers=proposers,
+        )
+
+    def _compile_target(self) -> CompileTarget:
+        config = self.model.config
+        return CompileTarget(
+            model=self.model,
+            request=CompileRequest(
+                description={
+                    # Of these everything follows, but in words that a log can show.
+                    "architecture": config.architecture,
+                    "dtype": self.config.model.dtype,
+                    "weights": storage_formats(self.model),
+                    "hidden_size": config.hidden_size,
+                    "num_layers": config.num_layers,
+                    "num_heads": [config.num_heads, config.num_kv_heads, config.head_dim],
+                    "vocab_size": config.vocab_size,
+                    **describe(self.model),
+                },
+                inputs={"input_ids": "int32", "positions": "int64"},  # as in InputBatch
+                split_ops=("nano::attention",),
+                skeleton=dump_skeleton(self.model),
+            ),
+            split_ops={"nano::attention": attend},
+            probe=self.probe.hidden,
+            is_exact=self._agrees_compiled,
+        )
+
+
+def kv_dtype(config: EngineConfig) -> str:
+    """What keys and values are stored as: what the model computes in, unless told."""
+    computed, told = config.model.dtype, config.kv_cache.dtype
+    if told == "auto":
+        return computed
+    if computed == "float64":
+        # A kernel that serves such a cache may not compute in float64.
+        raise ConfigError(f"kv_cache_dtype={told} needs dtype float32, not {computed}")
+    return told
+
+
+def kv_bytes_per_block(layers: list[LayerKVSpec], block_size: int) -> int:
+    return sum(layer.bytes_per_block(block_size) for layer in layers)

@@ -1,0 +1,147 @@
+"""Speculation: the proposers of an engine, and the models that they need beside the target."""
+
+import dataclasses
+from pathlib import Path
+
+from nano.attention.op import ForwardContext
+from nano.batch.input_batch import InputBatchBuilder
+from nano.checkpoint.hf_config import load_decoder_config
+from nano.checkpoint.locate import locate_model
+from nano.config import EngineConfig, ModelOptions, resolve
+from nano.errors import ConfigError
+from nano.kv_spec import LayerKVSpec
+from nano.log import get_logger
+from nano.sampling.acceptance import make_rule
+from nano.sampling.sampler import Sampler
+from nano.spec.drafting_model import DraftingModel
+from nano.spec.make_proposers import NeededModel, make_proposers, needed_model
+from nano.spec.options import ProposerOptions
+from nano.speculation import ProposerInfo
+from nano.worker.loaded_model import LoadedModel
+from nano.worker.model_runner import ModelRunner
+
+logger = get_logger(__name__)
+
+_CONTEXT = 128  # tokens that a measured pass attends to
+
+
+class Speculation:
+    """Loads what `config.speculative` asks for. Raises `CheckpointError` or `ConfigError`."""
+
+    def __init__(self, target: LoadedModel, *, show_progress: bool = True):
+        config = target.config
+        options = config.speculative
+        self.is_configured = bool(options.proposers)
+        self._target = target
+        self._needed: dict[str, NeededModel] = {}
+        self._models: dict[str, LoadedModel] = {}
+        proposers = options.with_prediction().proposers
+        for proposer in proposers:
+            needed = needed_model(proposer, config.model)
+            if needed is not None:
+                self._needed[proposer.name] = needed
+                self._models[proposer.name] = self._load(proposer, needed, show_progress)
+        self.proposers = make_proposers(
+            proposers,
+            {
+                name: [_as_draft(layer, name) for layer in loaded.kv_layers]
+                for name, loaded in self._models.items()
+            },
+            vocab_size=target.model.config.vocab_size,
+            block_size=config.kv_cache.block_size,
+        )
+        rule = make_rule(
+            options.rejection_sample_method,
+            options.synthetic_acceptance_rates,
+            options.synthetic_acceptance_length,
+        )
+        self.sampler = Sampler(config.model.logprobs_mode, rule=rule)
+        self.infos = tuple(self._info(proposer) for proposer in proposers)
+
+    @property
+    def loaded(self) -> list[LoadedModel]:
+        return list(self._models.values())
+
+    def bind(self, runner: ModelRunner, num_blocks: int, token_budget: int) -> None:
+        """Give the models their KV: the target's own, or caches over the same blocks."""
+        block_size = self._target.config.kv_cache.block_size
+        for name, loaded in self._models.items():
+            shares_kv = self._needed[name].shares_kv
+            caches = runner.context.kv_caches if shares_kv else loaded.allocate_kv(num_blocks)
+            drafting = DraftingModel(
+                model=loaded.model,
+                forward=loaded.forward,
+                context=ForwardContext(loaded.new_backend(), caches),
+                builder=InputBatchBuilder(
+                    runner.states, self._target.device, block_size, token_budget
+                ),
+                sampler=self.sampler,
+                max_model_len=loaded.max_model_len,
+                max_num_tokens=token_budget,
+            )
+            self.proposers.model(name).bind(drafting, num_blocks)
+
+    def _load(
+        self, proposer: ProposerOptions, needed: NeededModel, show_progress: bool
+    ) -> LoadedModel:
+        config = self._target.config
+        logger.info("proposer %s: loading %s", proposer.name, needed.options.path)
+        if needed.shares_kv:
+            resolved = dataclasses.replace(config, model=needed.options)
+        else:
+            resolved = _resolve(config, needed.options)
+            self._check_vocabulary(proposer, resolved)
+        return LoadedModel(resolved, self._target.device, show_progress=show_progress)
+
+    def _check_vocabulary(self, proposer: ProposerOptions, draft: EngineConfig) -> None:
+        ours = self._target.model.config.vocab_size
+        theirs = load_decoder_config(Path(draft.model.path)).vocab_size
+        if ours != theirs:
+            raise ConfigError(
+                f"speculative_config: {proposer.name} has a vocabulary of {theirs} tokens "
+                f"({draft.model.path}), the target one of {ours}: their ids do not mean the same"
+            )
+        files = [
+            Path(folder) / "tokenizer.json"
+            for folder in (self._target.config.model.path, draft.model.path)
+        ]
+        if all(file.is_file() for file in files) and _differ(*files):
+            logger.warning(
+                "proposer %s: its tokenizer.json is not the target's; if ids mean other texts, "
+                "hardly a draft will be accepted",
+                proposer.name,
+            )
+
+    def _info(self, proposer: ProposerOptions) -> ProposerInfo:
+        loaded = self._models.get(proposer.name)
+        seconds = 0.0
+        if loaded is not None:
+            context = min(_CONTEXT, loaded.max_model_len - 1)
+            seconds = loaded.probe.seconds(context, 1, num_runs=4)
+            logger.info("proposer %s: %.2f ms per pass", proposer.name, seconds * 1e3)
+        return ProposerInfo(
+            name=proposer.name,
+            num_tokens=proposer.num_speculative_tokens,
+            is_free=loaded is None,
+            needs_prediction=self.proposers.needs_prediction(proposer.name),
+            pass_seconds=seconds,
+        )
+
+
+def _resolve(config: EngineConfig, options: ModelOptions) -> EngineConfig:
+    """`config` with another model, whose context is no longer than the target's or its own."""
+    limit = config.model.max_model_len
+    assert limit is not None
+    longest = load_decoder_config(locate_model(options.path)).max_model_len
+    limit = min(limit, longest, options.max_model_len or limit)
+    return resolve(
+        dataclasses.replace(config, model=dataclasses.replace(options, max_model_len=limit))
+    )
+
+
+def _as_draft(layer: LayerKVSpec, proposer: str) -> LayerKVSpec:
+    return dataclasses.replace(layer, name=f"{proposer}.{layer.name}", role="draft")
+
+
+def _differ(left: Path, right: Path) -> bool:
+    return left.read_bytes() != right.read_bytes()
