@@ -101,7 +101,7 @@ class DraftPolicy:
     growing intervals and within a share of all seconds.
 
     step_seconds  (tokens, seconds) of measured steps, increasing in tokens, at least one
-    is_static     full length always, and the first proposers that are sure to guess
+    is_static     asks all up to the first model for full length always, and trims nothing
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class DraftPolicy:
         # Since the last observe_step.
         self._num_verified = self._num_accepted = 0
         self._num_text_verified = self._num_text_accepted = 0
-        self._last_num_outputs = 0
+        self._last_num_outputs = 0  # requests that sampled in the last step
 
     # Deciding
 
@@ -244,10 +244,8 @@ class DraftPolicy:
             believed[f"pass_seconds_{name}"] = float(self._costs.passes(name, 1))
             believed[f"trial_wait_{name}"] = float(trial.wait)
         for name in self._proposers:
-            first, second, later = self._acceptance.rates(name)
-            believed[f"acceptance_first_{name}"] = first
-            believed[f"acceptance_second_{name}"] = second
-            believed[f"acceptance_later_{name}"] = later
+            for place, rate in zip(("first", "second", "later"), self._acceptance.rates(name)):
+                believed[f"acceptance_{place}_{name}"] = rate
         num_steps = max(1, self._num_steps)
         believed["other_seconds"] = self._costs.other_seconds
         believed["share_of_steps_with_drafts"] = self._num_draft_steps / num_steps
@@ -273,8 +271,8 @@ class DraftPolicy:
         return tokens / (seconds + step.draft_seconds + draft_seconds)
 
     def _sure_asks(self, candidate: DraftCandidate) -> tuple[DraftRequest, ...]:
-        """Those to ask in any case: proposers from text; if static, all up to the first model,
-        behind which nobody gets a turn."""
+        """Those to ask in any case: the proposers from text; if static, all up to a model, behind
+        which nobody gets a turn."""
         key = candidate.proposers, candidate.max_tokens
         asks = self._asks.get(key)
         if asks is None:
@@ -405,8 +403,7 @@ class DraftPolicy:
         candidates: Sequence[DraftCandidate],
         asks: dict[str, tuple[DraftRequest, ...]],
     ) -> None:
-        """Ask model `name` for one draft, for a request that does not seem worth it, if it is
-        time."""
+        """Ask model `name`, if it is time, for a draft of a request that seems not worth it."""
         trial = self._trials[name]
         if not trial.request_id:
             trial.num_until_next -= 1

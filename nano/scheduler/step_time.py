@@ -25,11 +25,11 @@ _UNMEASURED_PASS = 0.25  # of a step of one token, for a draft model that tells 
 _TOLERANCE = 3.0  # surprises beyond this many times the usual one are cut to it
 _FIRST_SURPRISE, _LEAST_SURPRISE = 1.0, 0.02  # usual ones, of a logarithm
 
-_MOST_ON_STEPS, _LEAST_ON_STEPS = 16, 3  # that are compared
+_MOST_ON_STEPS, _LEAST_ON_STEPS = 64, 3  # that are compared
 _NUM_OFF_STEPS = 3
 # Steps with drafts before the first comparison, and how that grows from one to the next; the same
 # of the steps of a pause.
-_FIRST_CHECK, _CHECK_GROWTH, _LONGEST_CHECK = 6, 8, 4096
+_FIRST_CHECK, _CHECK_GROWTH, _LONGEST_CHECK = 6, 4, 4096
 _FIRST_PAUSE, _PAUSE_GROWTH, _LONGEST_PAUSE = 96, 4, 1 << 16
 _ADVANTAGE = 1.02  # of no drafts over drafts that ends them
 
