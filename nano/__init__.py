@@ -3,19 +3,21 @@
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "EngineConfig", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "EngineConfig", "LogitsProcessor", "RequestOutput", "SamplingParams"]
 
 _HOME = {
     "LLM": "nano.llm",
     "SamplingParams": "nano.sampling_params",
     "EngineConfig": "nano.config",
     "RequestOutput": "nano.outputs",
+    "LogitsProcessor": "nano.sampling.logits_processor",
 }
 
 if TYPE_CHECKING:  # for editors and type checkers; at run time names are imported when used
     from nano.config import EngineConfig
     from nano.llm import LLM
     from nano.outputs import RequestOutput
+    from nano.sampling.logits_processor import LogitsProcessor
     from nano.sampling_params import SamplingParams
 
 

@@ -9,6 +9,7 @@ recipe carries ours. Unknown names are refused. "auto" and None are resolved onc
 import argparse
 import dataclasses
 import os
+import pkgutil
 import tomllib
 import types
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ class ModelOptions:
     logprobs_mode: LogprobsMode = "raw_logprobs"
     quantization: Quantization | None = None
     numerics: Literal["exact", "fast"] = "exact"
+    logits_processors: tuple[str | type, ...] = ()  # "module:Class", or in this process the class
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,15 +168,42 @@ class EngineConfig:
                     raise ConfigError(
                         f"[{section}] {name} must be {_spell(hints[name])}, got {value!r}"
                     )
-            parts[section] = known[section](**values)
+            fields = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+            parts[section] = known[section](**fields)
         return cls(**parts)
 
     def to_sections(self) -> dict[str, Any]:
-        """The inverse of `from_sections`; JSON-ready, without the unset."""
-        return {
+        """The inverse of `from_sections`; JSON-ready, without the unset. Classes become paths."""
+        sections = {
             section: {name: value for name, value in part.items() if value is not None}
             for section, part in dataclasses.asdict(self).items()
         }
+        listed = sections["model"]["logits_processors"]
+        sections["model"]["logits_processors"] = [_import_path(named) for named in listed]
+        return sections
+
+
+def load_class(named: str | type) -> type[Any]:
+    """The class at "module:Class" or "module.Class"; a class is itself. Raises `ConfigError`."""
+    try:
+        found = pkgutil.resolve_name(named) if isinstance(named, str) else named
+    except Exception as error:  # a module may raise anything while it is imported
+        raise ConfigError(f"logits_processors: cannot import {named!r}: {error!r}") from error
+    if not isinstance(found, type):
+        raise ConfigError(f"logits_processors: {named!r} is not a class")
+    return found
+
+
+def _import_path(named: str | type) -> str:
+    """By which another process finds the class. Raises `ConfigError`."""
+    if isinstance(named, str):
+        return named
+    path = f"{named.__module__}:{named.__qualname__}"
+    if named.__module__ == "__main__" or "<locals>" in path or load_class(path) is not named:
+        raise ConfigError(
+            f"logits_processors: another process cannot import {path}; move it into a module"
+        )
+    return path
 
 
 def resolve(config: EngineConfig) -> EngineConfig:
@@ -302,6 +331,9 @@ ENGINE_ARGS: dict[str, EngineArg] = {
         "numerics",
         "without a C++ compiler: exact (slow, batch-independent) or fast (torch's own kernels)",
     ),
+    "logits_processors": EngineArg(
+        "model", "logits_processors", "classes that edit logits: module:Class ..."
+    ),
     "block_size": EngineArg("kv_cache", "block_size", "token slots per KV block"),
     "kv_cache_dtype": EngineArg("kv_cache", "dtype", "what keys and values are stored as"),
     "enable_prefix_caching": EngineArg(
@@ -358,6 +390,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         choices = [choice for kind in kinds for choice in get_args(kind)] or None
         if bool in kinds:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, help=arg.help)
+        elif get_origin(hint) is tuple:
+            group.add_argument(flag, nargs="+", metavar="PATH", help=arg.help)
         elif choices:
             group.add_argument(flag, choices=choices, help=arg.help)
         else:
@@ -389,6 +423,9 @@ def _fits(value: object, hint: Any) -> bool:
         if get_origin(kind) is Literal:
             if value in get_args(kind):
                 return True
+        elif get_origin(kind) is tuple:
+            if isinstance(value, (list, tuple)):
+                return all(_fits(item, get_args(kind)[0]) for item in value)
         elif kind is float:
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 return True
@@ -405,6 +442,8 @@ def _spell(hint: Any) -> str:
     for kind in _alternatives(hint):
         if get_origin(kind) is Literal:
             names += [repr(choice) for choice in get_args(kind)]
+        elif get_origin(kind) is tuple:
+            names.append(f"a list of {_spell(get_args(kind)[0])}")
         elif kind is not types.NoneType:
             names.append("a number" if kind is float else kind.__name__)
     return " or ".join(names)

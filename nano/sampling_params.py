@@ -7,6 +7,7 @@ limits that need a model (vocabulary size, context length) are checked by the fr
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from nano.errors import InvalidRequest
 
@@ -61,6 +62,25 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
     return strings
 
 
+def _json_like(name: str, value: object) -> Any:
+    """A copy of what JSON can say and a message carries. Raises `InvalidRequest`."""
+    if isinstance(value, str):
+        check_text(name, value)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        _integer(name, value, -(2**63), 2**63 - 1)
+    elif isinstance(value, (list, tuple)):
+        return [_json_like(name, item) for item in value]
+    elif isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise InvalidRequest(f"{name} must have strings as keys, got {key!r}", name)
+            check_text(name, key)
+        return {key: _json_like(name, item) for key, item in value.items()}
+    elif value is not None and not isinstance(value, (bool, float)):
+        raise InvalidRequest(f"{name} must hold what JSON can say, got {value!r}", name)
+    return value
+
+
 def check_text(name: str, text: str) -> None:
     """Refuse lone surrogates: JSON can write them, but no message between processes holds them."""
     try:
@@ -92,6 +112,7 @@ class SamplingParams:
     n                   completions; child i uses `seed + i`.
     logprobs            top alternatives per generated token; -1 is the whole vocabulary.
     prompt_logprobs     the same for each prompt token.
+    extra_args          name -> value, as JSON; what custom logits processors make of it.
     """
 
     n: int = 1
@@ -116,6 +137,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
+    extra_args: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:
@@ -159,6 +181,12 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None:
                 put(name, _integer(name, value, -1, MAX_INT32))
+        if self.extra_args is not None:
+            if not isinstance(self.extra_args, Mapping):
+                raise InvalidRequest(
+                    f"extra_args must map names to values, got {self.extra_args!r}", "extra_args"
+                )
+            put("extra_args", _json_like("extra_args", self.extra_args) or None)
         for name in (
             "include_stop_str_in_output",
             "ignore_eos",

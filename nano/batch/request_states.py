@@ -9,6 +9,7 @@ space behind the known tokens while they guess (`put_draft`, `keep_draft_probs`)
                                        ^ num_prompt_tokens  ^ num_tokens
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,16 @@ from nano.step import NewRequest, StepPlan
 
 NO_LOGPROBS = -2
 
+# (output token ids, logits [V] it may write to) -> edited logits [V]; see sampling.logits_processor
+LogitsEdit = Callable[[list[int], Tensor], Tensor]
+# (parameters, prompt token ids) -> what a request's rows are edited by, in this order
+MakeEdits = Callable[[SamplingParams, list[int]], tuple[LogitsEdit, ...]]
+
+
+def no_edits(params: SamplingParams, prompt_token_ids: list[int]) -> tuple[LogitsEdit, ...]:
+    """The `MakeEdits` of an engine without custom processors."""
+    return ()
+
 
 @dataclass(slots=True)
 class RowParams:
@@ -27,26 +38,35 @@ class RowParams:
     sampling_params: SamplingParams
     bad_words_token_ids: tuple[tuple[int, ...], ...]
     stop_token_ids: tuple[int, ...]  # whatever would end the request: EOS included if it counts
+    custom_edits: tuple[LogitsEdit, ...] = ()
 
     @property
     def edits_tokens(self) -> bool:
-        """Whether single tokens are banned or biased before it samples."""
+        """Whether its logits are edited before it samples, by more than penalties."""
         params = self.sampling_params
         return bool(
             params.logit_bias
             or params.allowed_token_ids is not None
             or self.bad_words_token_ids
             or params.min_tokens
+            or self.custom_edits
         )
 
 
 class RequestStates:
     """Struct of arrays, host side. `R_max` rows of at most `max_model_len` tokens."""
 
-    def __init__(self, max_num_requests: int, max_model_len: int, block_size: int):
+    def __init__(
+        self,
+        max_num_requests: int,
+        max_model_len: int,
+        block_size: int,
+        make_edits: MakeEdits = no_edits,
+    ):
         self.max_num_requests = max_num_requests
         self.max_model_len = max_model_len
         self.block_size = block_size
+        self._make_edits = make_edits
         max_blocks = -(-max_model_len // block_size)
         # Untouched pages of these cost no memory, so the sizes are simply the worst case.
         self.token_ids = np.zeros((max_num_requests, max_model_len + 1), np.int32)
@@ -106,7 +126,8 @@ class RequestStates:
         self._append_blocks(row, new.block_ids)
         params = new.sampling_params
         eos = () if params.ignore_eos else new.eos_token_ids
-        rest = RowParams(params, new.bad_words_token_ids, params.stop_token_ids + eos)
+        edits = self._make_edits(params, new.token_ids[: new.num_prompt_tokens])
+        rest = RowParams(params, new.bad_words_token_ids, params.stop_token_ids + eos, edits)
         self.params[row] = rest
         temperature = 0.0 if params.is_greedy else params.temperature
         self.draws[row] = temperature, params.top_p, params.min_p, params.top_k

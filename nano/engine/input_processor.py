@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nano.checkpoint.hf_config import DecoderConfig
-from nano.config import EngineConfig
+from nano.config import EngineConfig, load_class
 from nano.engine.messages import EngineRequest
 from nano.engine.tokenizer import Tokenizer
 from nano.errors import ConfigError, InvalidRequest
@@ -85,6 +85,7 @@ class InputProcessor:
             ) from error
         self._policy = config.scheduler.policy
         self._max_logprobs = config.model.max_logprobs
+        self._logits_processors = [load_class(named) for named in config.model.logits_processors]
         self._engine_seed = config.model.seed
         self._draws_random_seeds = draws_random_seeds
         self._counter = itertools.count()
@@ -217,6 +218,22 @@ class InputProcessor:
             ("prompt_logprobs", params.prompt_logprobs),
         ):
             self._check_num_logprobs(name, count)
+        self._check_extra_args(params)
+
+    def _check_extra_args(self, params: SamplingParams) -> None:
+        if params.extra_args and not self._logits_processors:
+            raise InvalidRequest(
+                f"extra_args holds {next(iter(params.extra_args))!r}, but this engine has no "
+                "logits_processors to read it",
+                "extra_args",
+            )
+        for processor in self._logits_processors:
+            try:
+                processor.validate_params(params)
+            except InvalidRequest:
+                raise
+            except ValueError as error:
+                raise InvalidRequest(str(error), "extra_args") from error
 
     def _check_num_logprobs(self, name: str, count: int | None) -> None:
         if count is None:

@@ -2,7 +2,8 @@
 
 Order of operations, as in vLLM:
   1. raw logprobs are taken from the model's logits as they are
-  2. masks and allowed_token_ids, bad_words, min_tokens, logit_bias, penalties   (logits.py)
+  2. masks, allowed_token_ids, bad_words, min_tokens, logit_bias, custom processors,
+     penalties                                                                   (logits.py)
   3. greedy rows: argmax. The others: temperature, min_p, top_k, top_p           (truncation.py)
   4. an exponential race over what is left                                       (noise.py)
   5. drafts that an acceptance rule judges: its tokens take the place of step 4's  (verification.py)
@@ -89,7 +90,7 @@ class Sampler:
         backend = self.backend or select_backend(logits.dtype, logits.device)
         num_logprobs = states.num_logprobs[rows.row]
         wants_logprobs = bool((num_logprobs != NO_LOGPROBS).any())
-        edited = edit_logits(logits, rows, states, mask, backend)
+        edited, errors = edit_logits(logits, rows, states, mask, backend)
         drafted = None if self.rule is None else find_drafted(self.rule, rows, states)
         source, processed = logits, None
         if drafted is not None or (wants_logprobs and not self.takes_raw_logprobs):
@@ -97,7 +98,7 @@ class Sampler:
         if processed is not None and not self.takes_raw_logprobs:
             source = processed
         token_ids = backend.draw(edited, rows, states, processed)
-        samples = RowSamples(token_ids, [None] * len(token_ids))
+        samples = RowSamples(token_ids, [None] * len(token_ids), errors)
         if NO_TOKEN in token_ids:
             self._explain(logits, samples)
         if drafted is not None:
@@ -124,7 +125,7 @@ class Sampler:
         zero for greedy requests (which are matched) and unusable rows; None if all are.
         """
         backend = self.backend or select_backend(logits.dtype, logits.device)
-        edited = edit_logits(logits, rows, states, None, backend)
+        edited, _ = edit_logits(logits, rows, states, None, backend)
         draws = states.draws[rows.row]
         if self.rule is None or not self.rule.needs_probs or not draws[:, 0].any():
             return backend.draw(edited, rows, states, None), None
@@ -159,11 +160,12 @@ class Sampler:
                 )
 
     def _explain(self, logits: Tensor, samples: RowSamples) -> None:
-        """Record an error for each row that gave no token."""
+        """Record an error for each row that gave no token, unless a processor's is known."""
         for i, token_id in enumerate(samples.token_ids):
             if token_id == NO_TOKEN:
-                raw_is_fine = bool(torch.isfinite(logits[i].max()))
-                samples.errors[i] = _NOTHING_LEFT if raw_is_fine else _BAD_LOGITS
+                if not bool(torch.isfinite(logits[i].max())):
+                    samples.errors[i] = _BAD_LOGITS
+                samples.errors.setdefault(i, _NOTHING_LEFT)
                 samples.token_ids[i] = 0
 
 
@@ -186,9 +188,11 @@ def accept(batch: InputBatch, states: RequestStates, samples: RowSamples) -> Sam
             continue
         last = start + _num_accepted(batch.rows[i], samples, start, end, states)
         if last in samples.errors:
-            output.errors[request_id] = samples.errors[last]
-            output.token_ids.append([])
-            continue
+            last -= 1  # what was accepted stands, as if one draft fewer were made: then this fails
+            if last < start:
+                output.errors[request_id] = samples.errors[start]
+                output.token_ids.append([])
+                continue
         output.token_ids.append(samples.token_ids[start : last + 1])
         logprobs = [entry for entry in samples.logprobs[start : last + 1] if entry is not None]
         if logprobs:

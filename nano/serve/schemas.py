@@ -14,6 +14,7 @@ Empty = Annotated[list[Any], Field(max_length=0)]
 # One complaint per list: a million wrong entries must not become a million sentences.
 Integers = Annotated[list[int], Field(fail_fast=True)]
 Strings = Annotated[list[str], Field(fail_fast=True)]
+ExtraArg = str | int | float
 
 MAX_CHOICES = 4096  # of one call: its prompts times n
 
@@ -115,6 +116,7 @@ class GenerationBody(Body):
     speculative: Speculative | None = None
     speculative_trace: bool | None = None
     prediction: Prediction | None = None  # OpenAI has it on chat only
+    vllm_xargs: dict[str, ExtraArg | Annotated[list[ExtraArg], Field(fail_fast=True)]] | None = None
 
     # Neutral.
     user: str | None = None
@@ -138,6 +140,8 @@ class GenerationBody(Body):
         values = {name: value for name, value in given.items() if value is not None}
         if self.logit_bias:
             values["logit_bias"] = {_token_id(key): x for key, x in self.logit_bias.items()}
+        if self.vllm_xargs:
+            values["extra_args"] = self.vllm_xargs
         return values
 
     def speculative_values(self) -> dict[str, Any] | None:
@@ -155,7 +159,7 @@ class GenerationBody(Body):
 
     def spelling(self) -> dict[str, str]:
         """Names of SamplingParams -> the fields of this body that they came from."""
-        return {}
+        return {"extra_args": "vllm_xargs"}
 
     def respelled(self, error: InvalidRequest) -> InvalidRequest:
         """`error` in the caller's words."""
@@ -249,7 +253,7 @@ class ChatBody(GenerationBody):
         return variables
 
     def spelling(self) -> dict[str, str]:
-        names = {"prompt": "messages", "logprobs": "top_logprobs"}
+        names = {**super().spelling(), "prompt": "messages", "logprobs": "top_logprobs"}
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
         return names
@@ -307,7 +311,10 @@ class CompletionBody(GenerationBody):
         return values
 
     def spelling(self) -> dict[str, str]:
-        return {} if self.prompt_logprobs is not None else {"prompt_logprobs": "logprobs"}
+        names = super().spelling()
+        if self.prompt_logprobs is None:
+            names["prompt_logprobs"] = "logprobs"
+        return names
 
 
 def _token_id(key: str) -> int:

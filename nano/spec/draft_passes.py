@@ -66,7 +66,7 @@ def draft_ahead(drafting: DraftingModel, states: RequestStates, work: list[RowWo
                 continue
             states.put_draft(work[i].row, index, token_id)
             drafts.token_ids[i].append(token_id)
-            if drawn_from is not None:
+            if drawn_from is not None and states.draws[work[i].row, 0] > 0:  # a greedy one matches
                 probs[i].append(drawn_from[n])
             if index + 1 < work[i].num_drafts:
                 goes_on.append(n)

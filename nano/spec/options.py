@@ -108,7 +108,7 @@ class SpeculativeOptions:
                              by one of that method even if none is listed
     rejection_sample_method  match (the same tokens as without), residual or block (the same
                              distribution, for drafts of models), synthetic (benchmarks only)
-    synthetic_acceptance_rates   probability of accepting the draft at each position, or
+    synthetic_acceptance_rates   probability that the drafts up to each position are kept, or
     synthetic_acceptance_length  the mean number of tokens per step to aim at
     draft_length             auto: as many as pay, which may be none; static: always the most
     """
@@ -134,6 +134,11 @@ class SpeculativeOptions:
         if rates is not None and not (rates and all(0.0 <= rate <= 1.0 for rate in rates)):
             raise ConfigError(
                 f"speculative_config: synthetic_acceptance_rates must be in [0, 1], got {rates}"
+            )
+        if rates is not None and any(later > rate for rate, later in zip(rates, rates[1:])):
+            raise ConfigError(
+                "speculative_config: synthetic_acceptance_rates are of whole leading parts and "
+                f"cannot rise, got {rates}"
             )
         if length is not None and length < 1.0:
             raise ConfigError(

@@ -10,7 +10,7 @@ from nano.attention.backend import AttentionBackend
 from nano.attention.op import ForwardContext, attend
 from nano.attention.select import select_backend
 from nano.batch.input_batch import InputBatchBuilder
-from nano.batch.request_states import RequestStates
+from nano.batch.request_states import MakeEdits, RequestStates, no_edits
 from nano.checkpoint.hf_config import load_decoder_config
 from nano.compile.compile_model import CompiledModel, CompileTarget
 from nano.compile.request import CompileRequest
@@ -109,11 +109,12 @@ class LoadedModel:
         max_num_requests: int,
         token_budget: int,
         sampler: Sampler | None = None,
+        make_edits: MakeEdits = no_edits,
     ) -> ModelRunner:
         """A runner with KV and request states of its own. Raises `ConfigError` without memory."""
         block_size = self.config.kv_cache.block_size
         try:
-            states = RequestStates(max_num_requests, self.max_model_len, block_size)
+            states = RequestStates(max_num_requests, self.max_model_len, block_size, make_edits)
             batch_builder = InputBatchBuilder(states, self.device, block_size, token_budget)
             kv_caches = self.allocate_kv(num_blocks)
         except (MemoryError, RuntimeError) as error:  # as numpy and as torch say it

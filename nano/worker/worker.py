@@ -16,6 +16,7 @@ from nano.errors import ConfigError
 from nano.kv_spec import KVCacheConfig, LayerKVSpec
 from nano.log import get_logger
 from nano.models.weights import storage_formats
+from nano.sampling.logits_processor import LogitsProcessors
 from nano.speculation import ProposerInfo
 from nano.step import StepOutput, StepPlan
 from nano.worker.loaded_model import LoadedModel, kv_dtype
@@ -63,6 +64,7 @@ class Worker:
         """
         config = self.config
         assert config.model.max_model_len is not None
+        processors = LogitsProcessors(config, self.device.torch_device)  # refusals come early
         self.target = LoadedModel(config, self.device, show_progress=show_progress)
         self.speculation = Speculation(self.target, show_progress=show_progress)
         probe = self.target.probe
@@ -83,6 +85,7 @@ class Worker:
             max_num_requests,
             token_budget,
             self.speculation.sampler,
+            processors.start,
         )
         self.speculation.bind(self.runner, num_blocks, token_budget)
         verification_seconds = cost.verification_seconds

@@ -53,6 +53,7 @@ PARAMS = SamplingParams(
     prompt_logprobs=0,
     skip_special_tokens=False,
     spaces_between_special_tokens=False,
+    extra_args={"names": ["a", 1, 0.5], "deep": {"is": True, "not": None}},
 )
 REQUEST = EngineRequest(
     request_id="r/1",

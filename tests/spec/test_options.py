@@ -58,6 +58,7 @@ SYNTHETIC = {"rejection_sample_method": "synthetic"}
         (SYNTHETIC, "goes with one of"),
         ({"synthetic_acceptance_rates": [0.5]}, "goes with one of"),
         ({**SYNTHETIC, "synthetic_acceptance_rates": [1.5]}, r"\[0, 1\]"),
+        ({**SYNTHETIC, "synthetic_acceptance_rates": [0.5, 0.6]}, "cannot rise"),
         ({**SYNTHETIC, "synthetic_acceptance_rates": ["a"]}, "synthetic_acceptance_rates"),
         ({**SYNTHETIC, "synthetic_acceptance_length": 0.5}, "at least 1"),
         ({"speculative_config": {"method": "ngram"}, "speculative_model": "x"}, "left out"),
