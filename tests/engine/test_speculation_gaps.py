@@ -218,7 +218,7 @@ def test_preempted_requests_go_on_with_drafts_and_lose_no_count(
 ) -> None:
     prompts = [tokens(20 + i, i) for i in range(8)]
     params = [replace(SAMPLED if i % 2 else GREEDY, seed=i, max_tokens=30) for i in range(8)]
-    small = {"block_size": 8, "num_gpu_blocks_override": 24, "max_model_len": 128}
+    small: dict[str, Any] = {"block_size": 8, "num_gpu_blocks_override": 24, "max_model_len": 128}
     with make_llm(target, proposers, scheduling_policy="priority", **small) as llm:
         outputs = ask(
             llm,
@@ -261,6 +261,18 @@ def test_a_draft_model_costs_no_hit_of_the_prefix_cache(
             hits.append((cached, stats["num_prefix_hit_tokens"], stats["num_prefix_query_tokens"]))
     assert hits[0] == hits[1]
     assert hits[0][1] > 0.5 * hits[0][2]
+
+
+def test_a_prefix_that_no_draft_model_has_read_is_read_before_drafts_go_on(target: Path) -> None:
+    """Its blocks held draft KV of another text before."""
+    small: dict[str, Any] = {"block_size": 8, "num_gpu_blocks_override": 12, "max_model_len": 96}
+    with make_llm(target, [draft_model("same", target)], **small) as llm:
+        for seed in (1, 2):  # all twelve blocks
+            ask(llm, [tokens(60, seed)])
+        ask(llm, [tokens(60, 3)], speculative=OFF)
+        outputs = ask(llm, [tokens(60, 3)])
+    assert outputs[0].num_cached_tokens == 56
+    assert num_accepted(outputs) == num_drafted(outputs) > 15
 
 
 def test_a_stream_keeps_its_drafts_while_long_prompts_come_in_pieces(
