@@ -11,8 +11,11 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from nano.kv_cache.kv_cache_manager import KVCacheManager
 from nano.sampling_params import SamplingParams
+from nano.scheduler.draft_planner import DraftPlanner
+from nano.scheduler.draft_policy import DraftPolicy
 from nano.scheduler.request import Request
 from nano.scheduler.scheduler import Scheduler
+from nano.speculation import ProposerInfo
 from nano.step import StepOutput, StepPlan
 
 PROMPT_LEN = 128
@@ -20,7 +23,17 @@ MAX_MODEL_LEN = 4096
 PARAMS = SamplingParams(max_tokens=None, ignore_eos=True, seed=0)
 
 
-def make_scheduler(num_running: int, num_waiting: int = 0) -> Scheduler:
+NUM_DRAFTS = 4
+DRAFTS = [1, 2, 3, 4]
+PROPOSERS = {
+    "text": ProposerInfo("text", NUM_DRAFTS, is_free=True),
+    "model": ProposerInfo("model", NUM_DRAFTS, is_free=False, pass_seconds=0.001),
+}
+
+
+def make_scheduler(
+    num_running: int, num_waiting: int = 0, drafts: DraftPlanner | None = None
+) -> Scheduler:
     """A scheduler whose `num_running` requests have computed their prompts."""
     kv_cache = KVCacheManager(num_running * MAX_MODEL_LEN // 16, block_size=16)
     scheduler = Scheduler(
@@ -28,6 +41,7 @@ def make_scheduler(num_running: int, num_waiting: int = 0) -> Scheduler:
         max_model_len=MAX_MODEL_LEN,
         token_budget=num_running * PROMPT_LEN,
         max_num_requests=num_running,
+        drafts=drafts,
     )
     for index in range(num_running + num_waiting):
         prompt = [index * PROMPT_LEN + offset for offset in range(PROMPT_LEN)]
@@ -55,6 +69,31 @@ def run_step(scheduler: Scheduler) -> int:
 def test_a_decode_step(benchmark: BenchmarkFixture, num_running: int) -> None:
     scheduler = make_scheduler(num_running)
     assert benchmark.pedantic(run_step, (scheduler,), rounds=1500) == num_running
+
+
+@pytest.mark.parametrize("proposer", PROPOSERS)
+def test_a_decode_step_of_256_with_4_drafts_each(
+    benchmark: BenchmarkFixture, proposer: str
+) -> None:
+    """Asked for, verified, all wrong but the first; the policy learns from every step."""
+    infos = [PROPOSERS[proposer]]
+    flat = [(1, 0.1), (4096, 0.11)]  # so that all drafts are worth their while
+    drafts = DraftPlanner(infos, DraftPolicy(infos, flat))
+    scheduler = make_scheduler(256, drafts=drafts)
+
+    def step() -> int:
+        plan = scheduler.schedule(now=0.0)
+        output = make_output(plan)
+        for i, request_id in enumerate(output.request_ids):
+            if request_id in plan.draft_token_ids:
+                output.token_ids[i] = [1, 7]
+            if request_id in plan.draft_requests:
+                output.draft_token_ids[i], output.draft_sources[i] = DRAFTS.copy(), proposer
+        news = scheduler.update_from_output(plan, output)
+        drafts.observe_step(plan, output, 0.1, 0.001)
+        return len(news)
+
+    assert benchmark.pedantic(step, rounds=1500) == 256
 
 
 def test_a_decode_step_of_256_with_10000_waiting(benchmark: BenchmarkFixture) -> None:

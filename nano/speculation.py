@@ -22,6 +22,7 @@ class ProposerInfo:
     needs_prediction: bool = False  # serves only requests that bring the text to guess from
     # Of a model: seconds of one pass over one token of one request; measured again as it runs.
     pass_seconds: float = 0.0
+    has_own_kv: bool = False  # it must read a request's tokens before it can guess
 
 
 @dataclass(frozen=True, slots=True)

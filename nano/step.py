@@ -95,4 +95,5 @@ class StepOutput:
     sample_seconds: float = 0.0
     draft_seconds: float = 0.0  # of the proposers that run a model
     num_draft_passes: int = 0  # of such models, and
-    num_draft_pass_tokens: int = 0  # tokens in these passes
+    num_draft_pass_tokens: int = 0  # tokens in these passes, of which
+    num_caught_up_tokens: int = 0  # had been known for longer: a prompt, or steps without drafts

@@ -12,6 +12,8 @@ from nano.scheduler.request import Request
 from nano.speculation import DraftRecord, ProposerInfo, SpeculationStats
 from nano.step import StepOutput, StepPlan
 
+_FEW_TOKENS = 64  # that an answer may be expected to have
+
 
 class DraftPlanner:
     """Called by the scheduler once per step at each of its stages, in the order of the methods."""
@@ -54,6 +56,7 @@ class DraftPlanner:
     def ask(self, plan: StepPlan, requests: Iterable[Request], num_tokens: int) -> None:
         """Fill in `plan.draft_requests`; num_tokens: of the step after this one, without drafts."""
         candidates = []
+        asked: dict[str, Request] = {}
         for request in requests:
             if not request.proposers:
                 continue
@@ -64,9 +67,28 @@ class DraftPlanner:
             room = request.max_num_tokens - len(request.token_ids) - 2
             max_tokens = min(request.max_draft_tokens, room)
             if samples and max_tokens > 0:
-                candidates.append(DraftCandidate(request.request_id, request.proposers, max_tokens))
+                candidates.append(self._candidate(request, max_tokens, room))
+                asked[request.request_id] = request
         if candidates:
             plan.draft_requests = self.policy.choose(candidates, num_tokens)
+        for request_id, asks in plan.draft_requests.items():
+            for ask in asks:
+                if self._infos[ask.proposer].has_own_kv:
+                    request = asked[request_id]
+                    request.num_read[ask.proposer] = len(request.token_ids)
+
+    def _candidate(self, request: Request, max_tokens: int, room: int) -> DraftCandidate:
+        num_tokens = len(request.token_ids)
+        unread = {
+            name: num_tokens - request.num_read.get(name, 0)
+            for name in request.proposers
+            if self._infos[name].has_own_kv
+        }
+        # Nobody knows when it will stop: what has lasted for long will last as long again.
+        num_expected = min(room, max(_FEW_TOKENS, request.num_output_tokens))
+        return DraftCandidate(
+            request.request_id, request.proposers, max_tokens, num_expected, unread
+        )
 
     def take(
         self, request: Request, plan: StepPlan, token_ids: list[int], num_kept: int
@@ -104,6 +126,7 @@ class DraftPlanner:
                 draft_seconds=output.draft_seconds,
                 num_draft_passes=output.num_draft_passes,
                 num_draft_pass_tokens=output.num_draft_pass_tokens,
+                is_catching_up=output.num_caught_up_tokens > 0,
                 other_seconds=other_seconds,
             ),
             sum(map(len, output.token_ids)),

@@ -35,6 +35,8 @@ _SECOND_CHANCE = 64
 _TRIAL_SHARE = 0.004  # of all seconds may be spent on each model that does not pay
 _NUM_TRIAL_STEPS = 6  # of one draft each
 _NUM_SETTLING_STEPS = 2  # until their outcome is known
+_PATIENCE = 32  # steps with prompts
+_NUM_NEW = 2  # tokens to read that are due in any step
 _FIRST_WAIT, _LONGEST_WAIT = 16, 4096  # steps from one trial to the next
 
 
@@ -45,6 +47,9 @@ class DraftCandidate:
     request_id: str
     proposers: tuple[str, ...]  # that it may use, the preferred one first
     max_tokens: int  # at least 1: its own cap, and its room
+    num_expected: int = 64  # tokens it may still be going to have
+    # Tokens that models with KV of their own would have to read first, by proposer.
+    num_unread: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -125,6 +130,7 @@ class DraftPolicy:
         self._next = _Step(0, 0)  # as last chosen
         self._asks: dict[tuple[tuple[str, ...], int], tuple[DraftRequest, ...]] = {}
         self._num_steps = self._num_draft_steps = 0
+        self._num_prompt_steps = 0  # that followed one another
         # Since the last observe_step.
         self._num_verified = self._num_accepted = 0
         self._num_text_verified = self._num_text_accepted = 0
@@ -145,6 +151,8 @@ class DraftPolicy:
             self._learn_who_guessed({})
         asks = {one.request_id: self._sure_asks(one) for one in candidates}
         num_outputs = self._num_outputs(len(candidates), num_tokens)
+        has_prompts = num_tokens > num_outputs
+        self._num_prompt_steps = self._num_prompt_steps + 1 if has_prompts else 0
         self._next = _Step(num_tokens, num_outputs)
         self._next.gain = num_outputs * (1 + self._text_accepted)
         self._next.num_drafts = num_outputs * self._text_verified
@@ -215,7 +223,7 @@ class DraftPolicy:
             accepted = self._num_text_accepted / num_outputs
             self._text_verified += _SMOOTHING * (verified - self._text_verified)
             self._text_accepted += _SMOOTHING * (accepted - self._text_accepted)
-        if timing.num_tokens - self._num_verified != num_outputs:
+        if timing.is_catching_up or timing.num_tokens - self._num_verified != num_outputs:
             self._guard.observe_prompts()
         elif not self._is_static:
             self._guard.observe(
@@ -299,8 +307,13 @@ class DraftPolicy:
             plans = {name: self._plan(name, unserved, asks) for name in left}
             name = max(plans, key=lambda one: plans[one].rate)
             plan = plans[name]
-            if plan.rate < _WORTHWHILE * float(self._rates(step, step.gain, step.num_drafts)):
-                break
+            without = float(self._rates(step, step.gain, step.num_drafts))
+            if not self._repays_reading(name, plan, without):
+                read = [one for one in unserved if one.num_unread.get(name, 0) <= _NUM_NEW]
+                plan = self._plan(name, read, asks)
+            if plan.rate < _WORTHWHILE * without:
+                left.remove(name)
+                continue
             of_length = [DraftRequest(name, n) for n in range(int(plan.lengths.max()) + 1)]
             for one, length, is_text_first in zip(
                 plan.candidates, plan.lengths.tolist(), plan.is_text_first.tolist()
@@ -316,6 +329,22 @@ class DraftPolicy:
             unserved = [one for one in unserved if not self._has_model(asks[one.request_id])]
         for name in models:
             self._try(name, [one for one in candidates if name in one.proposers], asks)
+
+    def _repays_reading(self, name: str, plan: _Plan, without: float) -> bool:
+        """Whether the requests of `plan` that model `name` must read first will save that time.
+
+        While prompts come in, nobody knows how many will share a step: it waits for that, but not
+        for ever. without: tokens per second if it is not asked.
+        """
+        is_settled = self._num_prompt_steps == 0 or self._num_prompt_steps > _PATIENCE
+        seconds = 0.0 if is_settled else math.inf
+        saved = 0.0
+        for one, length in zip(plan.candidates, plan.lengths.tolist()):
+            num_unread = one.num_unread.get(name, 0)
+            if length and num_unread > _NUM_NEW:
+                seconds += self._costs.reading(name, num_unread)
+                saved += one.num_expected * (1 / without - 1 / plan.rate)
+        return saved >= seconds or saved == 0.0
 
     def _has_model(self, asks: tuple[DraftRequest, ...]) -> bool:
         return bool(asks) and asks[-1].proposer in self._trials

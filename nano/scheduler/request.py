@@ -46,6 +46,7 @@ class Request:
         "num_preemptions",
         "num_prompt_logprobs",
         "num_prompt_tokens",
+        "num_read",
         "num_verifications",
         "prediction_token_ids",
         "priority",
@@ -92,6 +93,7 @@ class Request:
         self.draft_source = ""  # whose they are
         self.unverified_draft: int | None = None  # the first of those that were not worth a step
         self.num_verifications = 0  # steps in which it sampled
+        self.num_read: dict[str, int] = {}  # tokens that models with KV of their own were shown
         self.speculation_stats = SpeculationStats()
         self.block_hashes: list[BlockHash] = []  # of the first full blocks of token_ids
         self.status = RequestStatus.WAITING

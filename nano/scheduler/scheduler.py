@@ -161,12 +161,16 @@ class Scheduler:
         if not plan.is_empty:
             plan.finished_request_ids, self._rows_to_forget = self._rows_to_forget, []
             plan.preempted_request_ids, self._preempted_rows = self._preempted_rows, []
-        self.drafts.ask(plan, self._in_flight.values(), len(self.running))
+        self.drafts.ask(plan, self._in_flight.values(), self._num_known_to_compute(plan))
         return plan
 
-    def _num_known_to_compute(self) -> int:
-        """Tokens of the step to come without drafts, as far as can be told beforehand."""
-        num_tokens = sum(len(r.token_ids) - r.num_computed_tokens for r in self.running)
+    def _num_known_to_compute(self, plan: StepPlan | None = None) -> int:
+        """Tokens of the next step without drafts, as far as can be told: after `plan`, if any."""
+        scheduled = {} if plan is None else plan.num_scheduled_tokens
+        num_tokens = 0
+        for request in self.running:
+            num_computed = request.num_computed_tokens + scheduled.get(request.request_id, 0)
+            num_tokens += max(1, len(request.token_ids) - num_computed)
         if self.waiting and len(self.running) < self.max_num_requests:
             num_tokens += self.waiting.peek().num_tokens
         return min(num_tokens, self.budget.num_tokens)

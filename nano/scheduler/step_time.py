@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from nano.speculation import ProposerInfo
 
+_READ_AT_ONCE = 64  # tokens, and a pass takes its least time per token
 _FAR_TOKENS = 1 << 16  # no step is larger
 _GAIN = 0.1  # of a surprise is learned
 _SHARED = (
@@ -99,6 +100,7 @@ class StepTiming:
     num_draft_passes: int
     num_draft_pass_tokens: int
     other_seconds: float  # the rest of the step: planning, building, updating
+    is_catching_up: bool = False  # a draft model read what had been known for longer than a step
 
     @property
     def seconds(self) -> float:
@@ -144,6 +146,11 @@ class StepCosts:
         needed = np.minimum(num_requests, 1.0)
         return needed * self._passes[proposer].seconds(np.maximum(num_requests, 1.0))
 
+    def reading(self, proposer: str, num_tokens: int) -> float:
+        """Of a model with KV of its own, to read so many tokens of a request."""
+        at_once = min(num_tokens, _READ_AT_ONCE)
+        return num_tokens / at_once * float(self._passes[proposer].seconds(at_once))
+
     def observe(self, timing: StepTiming, num_passes: Mapping[str, int]) -> dict[str, float]:
         """Learn from a step in which models were to run `num_passes` each: its seconds of each.
 
@@ -157,6 +164,8 @@ class StepCosts:
         self.other_seconds = other
         if not timing.num_draft_passes or not num_passes:
             return {}
+        if timing.is_catching_up:  # which is done once, and tells nothing of other passes
+            return dict.fromkeys(num_passes, timing.draft_seconds / len(num_passes))
         num_runs = timing.num_draft_pass_tokens / timing.num_draft_passes
         expected = {
             name: number * float(self._passes[name].seconds(num_runs))

@@ -1,4 +1,4 @@
-"""TokenBudget: how many tokens of a request fit into a step, and what they take of it. Torch-free."""
+"""TokenBudget: how many tokens of a request fit into a step, and what they take of it."""
 
 import math
 

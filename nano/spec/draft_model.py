@@ -22,6 +22,8 @@ from nano.spec.drafting_model import DraftingModel
 from nano.spec.proposer import ModelDrafts, ModelProposer
 from nano.step import StepPlan
 
+_NUM_NEW = 2  # tokens that a step leaves to read: its own and, if all were right, the last draft
+
 
 @dataclass(slots=True)
 class _Ingested:
@@ -75,6 +77,7 @@ class DraftModel(ModelProposer):
         self, states: RequestStates, rows: Sequence[int], num_tokens: Sequence[int]
     ) -> ModelDrafts:
         drafting, room = self._drafting, self._drafting.max_num_tokens
+        num_caught_up = 0
         work, place = [], []
         for i, (row, wanted) in enumerate(zip(rows, num_tokens)):
             num_known = int(states.num_tokens[row])
@@ -87,11 +90,17 @@ class DraftModel(ModelProposer):
                 continue
             stop = min(num_known, start + room)
             room -= stop - start
+            if stop - start > _NUM_NEW:
+                num_caught_up += stop - start
             work.append(RowWork(row, start, stop, num_drafts if stop == num_known else 0))
             place.append(i)
         found = draft_ahead(drafting, states, work)
         drafts = ModelDrafts(
-            [[] for _ in rows], [None] * len(rows), found.num_passes, found.num_pass_tokens
+            [[] for _ in rows],
+            [None] * len(rows),
+            found.num_passes,
+            found.num_pass_tokens,
+            num_caught_up,
         )
         for i, done, token_ids, probs in zip(place, work, found.token_ids, found.probs):
             drafts.token_ids[i], drafts.probs[i] = token_ids, probs

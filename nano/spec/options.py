@@ -7,6 +7,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, get_args, get_type_hints
 
 from nano.errors import ConfigError
@@ -135,7 +136,7 @@ class SpeculativeOptions:
             raise ConfigError(
                 f"speculative_config: synthetic_acceptance_rates must be in [0, 1], got {rates}"
             )
-        if rates is not None and any(later > rate for rate, later in zip(rates, rates[1:])):
+        if rates is not None and any(later > rate for rate, later in pairwise(rates)):
             raise ConfigError(
                 "speculative_config: synthetic_acceptance_rates are of whole leading parts and "
                 f"cannot rise, got {rates}"

@@ -60,6 +60,7 @@ class ModelDrafts:
     probs: list[Tensor | None]
     num_passes: int  # of the model
     num_pass_tokens: int  # that these passes computed
+    num_caught_up_tokens: int = 0  # of those, what had been known for longer than a step
 
 
 class ModelProposer(ABC):

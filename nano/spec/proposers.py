@@ -22,6 +22,7 @@ class Drafts:
     seconds: float = 0.0  # of the proposers that run a model
     num_passes: int = 0
     num_pass_tokens: int = 0
+    num_caught_up_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -126,6 +127,7 @@ class Proposers:
             found = self._models[name].propose(states, rows, group.num_tokens)
             drafts.num_passes += found.num_passes
             drafts.num_pass_tokens += found.num_pass_tokens
+            drafts.num_caught_up_tokens += found.num_caught_up_tokens
             for i, row, token_ids, probs in zip(group.place, rows, found.token_ids, found.probs):
                 if token_ids:
                     drafts.token_ids[i], drafts.sources[i] = token_ids, name

@@ -113,6 +113,7 @@ class ModelRunner:
             draft_seconds=drafts.seconds,
             num_draft_passes=drafts.num_passes,
             num_draft_pass_tokens=drafts.num_pass_tokens,
+            num_caught_up_tokens=drafts.num_caught_up_tokens,
         )
 
     def _logits(

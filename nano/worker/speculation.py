@@ -19,6 +19,7 @@ from nano.spec.options import ProposerOptions
 from nano.speculation import ProposerInfo
 from nano.worker.loaded_model import LoadedModel
 from nano.worker.model_runner import ModelRunner
+from nano.worker.step_cost import measure_step
 
 logger = get_logger(__name__)
 
@@ -66,6 +67,9 @@ class Speculation:
         """Give the models their KV: the target's own, or caches over the same blocks."""
         block_size = self._target.config.kv_cache.block_size
         for name, loaded in self._models.items():
+            # To catch up on a prompt, a small model may read more in a step than the target does.
+            own = measure_step(loaded.probe, loaded.max_model_len, None).token_budget
+            max_num_tokens = max(token_budget, own)
             shares_kv = self._needed[name].shares_kv
             caches = runner.context.kv_caches if shares_kv else loaded.allocate_kv(num_blocks)
             drafting = DraftingModel(
@@ -73,11 +77,11 @@ class Speculation:
                 forward=loaded.forward,
                 context=ForwardContext(loaded.new_backend(), caches),
                 builder=InputBatchBuilder(
-                    runner.states, self._target.device, block_size, token_budget
+                    runner.states, self._target.device, block_size, max_num_tokens
                 ),
                 sampler=self.sampler,
                 max_model_len=loaded.max_model_len,
-                max_num_tokens=token_budget,
+                max_num_tokens=max_num_tokens,
             )
             self.proposers.model(name).bind(drafting, num_blocks)
 
@@ -125,6 +129,7 @@ class Speculation:
             is_free=loaded is None,
             needs_prediction=self.proposers.needs_prediction(proposer.name),
             pass_seconds=seconds,
+            has_own_kv=loaded is not None and not self._needed[proposer.name].shares_kv,
         )
 
 
