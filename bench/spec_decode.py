@@ -9,8 +9,9 @@ A task is `name=file[:category]` (JSONL, perhaps gzipped: `prompt`, or the first
 the old text as `prediction`. Methods are the engine's proposers, each alone at its full length, or
 `auto`: all of them, chosen as it goes. Every prompt has been computed once before and is in the
 prefix cache: what is timed is generation. Runs with and without take turns, `--rounds` times, and
-the least seconds of each count. `predicted` is what the engine's own step-time model makes of the
-measured acceptance.
+the least seconds of each count. With `--salt` each run has a cache_salt of its own, so that a
+proposer that learns from past answers has not seen these. `predicted` is what the engine's own
+step-time model makes of the measured acceptance.
 """
 
 import argparse
@@ -92,8 +93,10 @@ def edit_task() -> Iterator[Prompt]:
 class Stage:
     """One engine, and every run on it."""
 
-    def __init__(self, llm: LLM, max_tokens: int, temperature: float):
+    def __init__(self, llm: LLM, max_tokens: int, temperature: float, has_salts: bool):
         self._llm = llm
+        self._has_salts = has_salts
+        self._num_runs = 0
         self._params = [
             SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
             for seed in range(4096)
@@ -103,10 +106,16 @@ class Stage:
     def run(self, prompts: list[Prompt], method: str, batch: int, into: Measurement) -> list:
         wishes = {"method": method} if method not in (OFF, AUTO) else {"enabled": method == AUTO}
         completions, seconds = [], 0.0
+        self._num_runs += 1
+        salt = f"run-{self._num_runs}" if self._has_salts else None
+        if salt is not None:  # its prompts are computed once, as those without salts were
+            one = SamplingParams(temperature=0.0, max_tokens=1)
+            texts = [self._render(prompt, salt) for prompt in prompts]
+            self._llm.generate(texts, one, speculative={"enabled": False}, use_tqdm=False)
         into.num_tokens = into.num_steps = into.num_drafted = into.num_accepted = 0
         for start in range(0, len(prompts), batch):
             group = prompts[start : start + batch]
-            texts = [self._render(prompt) for prompt in group]
+            texts = [self._render(prompt, salt) for prompt in group]
             began = perf_counter()
             outputs = self._llm.generate(
                 texts,
@@ -122,10 +131,11 @@ class Stage:
             into.count(completion)
         return [completion.token_ids for completion in completions]
 
-    def _render(self, prompt: Prompt) -> dict:
+    def _render(self, prompt: Prompt, salt: str | None) -> dict:
         messages = [{"role": "user", "content": prompt.text}]
         text = self._template.apply_chat_template(messages, add_generation_prompt=True)
-        return {"prompt_token_ids": self._template.encode(text, add_special_tokens=False)}
+        token_ids = self._template.encode(text, add_special_tokens=False)
+        return {"prompt_token_ids": token_ids} | ({} if salt is None else {"cache_salt": salt})
 
     def predicted(self, method: str, batch: int, found: Measurement) -> float | None:
         """Speed-up that the step-time model gives to the acceptance that was measured."""
@@ -148,6 +158,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--salt", action="store_true")
     add_engine_arguments(parser)
     args = parser.parse_args()
     engine_args = {name: getattr(args, name) for name in ENGINE_ARGS if name != "model"}
@@ -156,7 +167,7 @@ def main() -> None:
     )
     print("|---|---|---|---|---|---|---|---|")
     with LLM(args.model or "demo", **engine_args) as llm:
-        stage = Stage(llm, args.max_tokens, args.temperature)
+        stage = Stage(llm, args.max_tokens, args.temperature, args.salt)
         for text in args.task:
             task, prompts = read_task(text, args.num_prompts)
             wanted = stage.run(prompts, OFF, 8, Measurement())  # fills the prefix cache
