@@ -91,7 +91,9 @@ MESSAGES = [
     ControlRequest(4, "reset_prefix_cache"),
     EngineOutputs([OUTPUT]),
     ControlReply(4, {"num_running": 2.0}),
-    EngineReady(1024, 100, 16, 512, "nano-0123", (ProposerInfo("a", 4, False, True, 0.5, True),), True),
+    EngineReady(
+        1024, 100, 16, 512, "nano-0123", (ProposerInfo("a", 4, False, True, 0.5, True),), True
+    ),
     EngineHeartbeat(99.5, 0.25),
     EngineFailure("on fire"),
 ]
