@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nano.scheduler.acceptance import Acceptance, DraftSlots
+from nano.scheduler.model_trial import NUM_SETTLING_STEPS, NUM_TRIAL_STEPS, ModelTrial
 from nano.scheduler.step_time import SpeculationGuard, StepCosts, StepTiming
 from nano.speculation import ProposerInfo
 from nano.step import DraftRequest
@@ -32,12 +33,8 @@ _SMOOTHING = 0.05  # gain of running means
 # Of steps in which a model waits, one in so many asks the proposers that guess from text first
 # even where the model is better: so that it is known when they have become so.
 _SECOND_CHANCE = 64
-_TRIAL_SHARE = 0.004  # of all seconds may be spent on each model that does not pay
-_NUM_TRIAL_STEPS = 6  # of one draft each
-_NUM_SETTLING_STEPS = 2  # until their outcome is known
 _PATIENCE = 32  # steps with prompts
 _NUM_NEW = 2  # tokens to read that are due in any step
-_FIRST_WAIT, _LONGEST_WAIT = 16, 4096  # steps from one trial to the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +47,6 @@ class DraftCandidate:
     num_expected: int = 64  # tokens it may still be going to have
     # Tokens that models with KV of their own would have to read first, by proposer.
     num_unread: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Trial:
-    """When a model is asked although it does not seem to pay: rarely, and within its credit."""
-
-    credit: float = math.inf  # seconds it may still cost; cut to those of one trial
-    wait: int = _FIRST_WAIT
-    num_until_next: int = _FIRST_WAIT
-    request_id: str = ""  # being tried, "" for none
-    num_steps_left: int = 0  # settling included
-
-    def end(self, *, pays: bool) -> None:
-        self.wait = _FIRST_WAIT if pays else min(2 * self.wait, _LONGEST_WAIT)
-        self.num_until_next = self.wait
-        self.request_id = ""
 
 
 @dataclass(slots=True)
@@ -121,7 +102,7 @@ class DraftPolicy:
         self._acceptance = Acceptance(list(self._proposers))
         self._guard = SpeculationGuard()
         self._costs = StepCosts(proposers, step_seconds)
-        self._trials = {info.name: _Trial() for info in proposers if not info.is_free}
+        self._trials = {info.name: ModelTrial() for info in proposers if not info.is_free}
         # Of drafts from text, per request and step: verified and accepted, running means.
         self._text_verified = self._text_accepted = 0.0
         # For requests with both kinds: how often text had a guess, and whose it was last.
@@ -214,8 +195,7 @@ class DraftPolicy:
         num_outputs = max(0, num_new_tokens - self._num_accepted)
         seconds = self._costs.observe(timing, self._next.passes)
         for name, trial in self._trials.items():
-            most = _NUM_TRIAL_STEPS * float(self._costs.passes(name, 1))
-            trial.credit = min(trial.credit + _TRIAL_SHARE * timing.seconds, most)
+            trial.earn(timing.seconds, float(self._costs.passes(name, 1)))
             if name in self._next.trials:
                 trial.credit -= seconds.get(name, 0.0)
         if num_outputs:
@@ -436,7 +416,7 @@ class DraftPolicy:
         trial = self._trials[name]
         if not trial.request_id:
             trial.num_until_next -= 1
-            cost = _NUM_TRIAL_STEPS * float(self._costs.passes(name, 1))
+            cost = NUM_TRIAL_STEPS * float(self._costs.passes(name, 1))
             if trial.num_until_next > 0 or trial.credit < cost:
                 return
         is_asked = {
@@ -448,8 +428,7 @@ class DraftPolicy:
             if not unasked:
                 trial.num_until_next = trial.wait
                 return
-            trial.request_id = self._acceptance.longest_unseen(unasked, name)
-            trial.num_steps_left = _NUM_TRIAL_STEPS + _NUM_SETTLING_STEPS
+            trial.begin(self._acceptance.longest_unseen(unasked, name))
         elif trial.request_id not in is_asked:  # it has ended, or waits
             trial.request_id = ""
             return
@@ -457,7 +436,7 @@ class DraftPolicy:
             trial.end(pays=is_asked[trial.request_id])
             return
         trial.num_steps_left -= 1
-        if trial.num_steps_left >= _NUM_SETTLING_STEPS:
+        if trial.num_steps_left >= NUM_SETTLING_STEPS:
             asks[trial.request_id] = (DraftRequest(name, 1),)
             self._next.draft_seconds += float(self._costs.passes(name, 1))
             if name not in self._next.passes:
