@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nano.scheduler.acceptance import Acceptance, DraftSlots
+from nano.scheduler.draft_candidate import DraftCandidate
 from nano.scheduler.model_trial import NUM_SETTLING_STEPS, NUM_TRIAL_STEPS, ModelTrial
 from nano.scheduler.step_time import SpeculationGuard, StepCosts, StepTiming
 from nano.speculation import ProposerInfo
@@ -35,18 +36,6 @@ _SMOOTHING = 0.05  # gain of running means
 _SECOND_CHANCE = 64
 _PATIENCE = 32  # steps with prompts
 _NUM_NEW = 2  # tokens to read that are due in any step
-
-
-@dataclass(frozen=True, slots=True)
-class DraftCandidate:
-    """A request that may get drafts in the next step."""
-
-    request_id: str
-    proposers: tuple[str, ...]  # that it may use, the preferred one first
-    max_tokens: int  # at least 1: its own cap, and its room
-    num_expected: int = 64  # tokens it may still be going to have
-    # Tokens that models with KV of their own would have to read first, by proposer.
-    num_unread: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
