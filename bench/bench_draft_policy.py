@@ -46,7 +46,7 @@ class Engine:
                 self.policy.observe_unverified(request_id, proposer, 1, 1)
         num_verified = sum(verified.values())
         timing = StepTiming(
-            num_requests + num_verified, 0, 0.01, 1e-4, 4 * has_passes, num_verified, 0
+            num_requests + num_verified, 0.01, 1e-4, 4 * has_passes, num_verified, 0
         )
         self.policy.observe_step(timing, num_requests + num_accepted)
         return num_verified

@@ -117,11 +117,9 @@ class DraftPlanner:
         self, plan: StepPlan, output: StepOutput, execute_seconds: float, other_seconds: float
     ) -> None:
         """Tell the policy what a step took: its execution, and planning and updating it."""
-        num_computed = sum(plan.num_computed_tokens.values())
         self.policy.observe_step(
             StepTiming(
                 num_tokens=plan.num_tokens,
-                num_context_tokens=num_computed + plan.num_tokens,
                 target_seconds=execute_seconds - output.draft_seconds,
                 draft_seconds=output.draft_seconds,
                 num_draft_passes=output.num_draft_passes,

@@ -94,7 +94,6 @@ class StepTiming:
     """What one step took, in seconds."""
 
     num_tokens: int  # computed by the target, drafts included
-    num_context_tokens: int  # sum of the sequence lengths attended to
     target_seconds: float  # forward, logits and sampling of the target
     draft_seconds: float  # of proposers that run a model
     num_draft_passes: int

@@ -19,7 +19,6 @@ from nano.compile.store import ArtifactStore
 from nano.config import EngineConfig
 from nano.device import Device
 from nano.errors import ConfigError
-from nano.kv_spec import LayerKVSpec
 from nano.layers.kernels import TorchKernels
 from nano.layers.native_kernels import NativeKernels
 from nano.layers.select import select_kernels
@@ -168,7 +167,3 @@ def kv_dtype(config: EngineConfig) -> str:
         # A kernel that serves such a cache may not compute in float64.
         raise ConfigError(f"kv_cache_dtype={told} needs dtype float32, not {computed}")
     return told
-
-
-def kv_bytes_per_block(layers: list[LayerKVSpec], block_size: int) -> int:
-    return sum(layer.bytes_per_block(block_size) for layer in layers)

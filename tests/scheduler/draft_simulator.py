@@ -204,7 +204,6 @@ def simulate(scenario: Scenario, policy, seed: int = 0, cap: int = 16) -> Result
         policy.observe_step(
             StepTiming(
                 num_tokens=load + num_verified,
-                num_context_tokens=100 * load,
                 target_seconds=target * noise[0],
                 draft_seconds=draft_seconds * noise[1],
                 num_draft_passes=len(num_runs),

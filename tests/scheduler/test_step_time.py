@@ -12,7 +12,7 @@ POINTS = [(1, 0.010), (4, 0.011), (8, 0.012), (16, 0.024)]
 
 
 def timing(num_tokens=1, target=0.010, draft=0.0, num_passes=0, num_runs=0, other=0.001):
-    return StepTiming(num_tokens, 100, target, draft, num_passes, num_runs, other)
+    return StepTiming(num_tokens, target, draft, num_passes, num_runs, other)
 
 
 def test_measured_points_are_predicted_and_lines_run_between_and_beyond_them():
