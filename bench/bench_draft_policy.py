@@ -9,7 +9,9 @@ that drafts are always worth it: an engine that is busy would stop asking.
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from nano.scheduler.draft_policy import DraftCandidate, DraftPolicy, StepTiming
+from nano.scheduler.draft_candidate import DraftCandidate
+from nano.scheduler.draft_policy import DraftPolicy
+from nano.scheduler.step_time import StepLoad, StepTiming
 from nano.speculation import ProposerInfo
 
 NUM_DRAFTS = 4
@@ -32,9 +34,10 @@ class Engine:
     def step(self) -> int:
         """Four drafts of the last proposer for each; returns how many were verified."""
         num_requests, proposer = len(self.candidates), self.names[-1]
+        load = StepLoad(num_requests, num_requests)
         drafts = {one.request_id: (proposer, NUM_DRAFTS) for one in self.candidates}
-        verified = self.policy.trim(drafts, num_requests)
-        asked = self.policy.choose(self.candidates, num_requests)
+        verified = self.policy.trim(drafts, load)
+        asked = self.policy.choose(self.candidates, load)
         has_passes = any(MODEL.name == asks[-1].proposer for asks in asked.values())
         num_accepted = 0
         for index, (request_id, num_drafts) in enumerate(verified.items()):

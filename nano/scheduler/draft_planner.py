@@ -7,8 +7,10 @@ operators see.
 
 from collections.abc import Iterable, Sequence
 
-from nano.scheduler.draft_policy import DraftCandidate, DraftPolicy, StepTiming
+from nano.scheduler.draft_candidate import DraftCandidate
+from nano.scheduler.draft_policy import DraftPolicy
 from nano.scheduler.request import Request
+from nano.scheduler.step_time import StepLoad, StepTiming
 from nano.speculation import DraftRecord, ProposerInfo, SpeculationStats
 from nano.step import StepOutput, StepPlan
 
@@ -39,13 +41,13 @@ class DraftPlanner:
         cap = max(caps, default=0)
         request.max_draft_tokens = cap if wishes.num_tokens is None else min(cap, wishes.num_tokens)
 
-    def trim(self, running: Iterable[Request], num_tokens: int) -> None:
-        """Cut drafts to what is worth verifying in a step of `num_tokens` other tokens."""
+    def trim(self, running: Iterable[Request], load: StepLoad) -> None:
+        """Cut drafts to what is worth verifying in a step of that `load`."""
         drafted = [request for request in running if request.draft_token_ids]
         if not drafted:
             return
         kept = self.policy.trim(
-            {r.request_id: (r.draft_source, len(r.draft_token_ids)) for r in drafted}, num_tokens
+            {r.request_id: (r.draft_source, len(r.draft_token_ids)) for r in drafted}, load
         )
         for request in drafted:
             num_kept = kept[request.request_id]
@@ -53,8 +55,8 @@ class DraftPlanner:
                 request.unverified_draft = request.draft_token_ids[0]
             del request.draft_token_ids[num_kept:]
 
-    def ask(self, plan: StepPlan, requests: Iterable[Request], num_tokens: int) -> None:
-        """Fill in `plan.draft_requests`; num_tokens: of the step after this one, without drafts."""
+    def ask(self, plan: StepPlan, requests: Iterable[Request], load: StepLoad) -> None:
+        """Fill in `plan.draft_requests`; load: of the step after this one."""
         candidates = []
         asked: dict[str, Request] = {}
         for request in requests:
@@ -70,7 +72,7 @@ class DraftPlanner:
                 candidates.append(self._candidate(request, max_tokens, room))
                 asked[request.request_id] = request
         if candidates:
-            plan.draft_requests = self.policy.choose(candidates, num_tokens)
+            plan.draft_requests = self.policy.choose(candidates, load)
         for request_id, asks in plan.draft_requests.items():
             for ask in asks:
                 if self._infos[ask.proposer].has_own_kv:

@@ -21,11 +21,9 @@ from numpy.typing import NDArray
 from nano.scheduler.acceptance import Acceptance, DraftSlots
 from nano.scheduler.draft_candidate import DraftCandidate
 from nano.scheduler.model_trial import NUM_SETTLING_STEPS, NUM_TRIAL_STEPS, ModelTrial
-from nano.scheduler.step_time import SpeculationGuard, StepCosts, StepTiming
+from nano.scheduler.step_time import SpeculationGuard, StepCosts, StepLoad, StepTiming
 from nano.speculation import ProposerInfo
 from nano.step import DraftRequest
-
-__all__ = ["DraftCandidate", "DraftPolicy", "StepTiming"]
 
 _WORTHWHILE = 1.01  # a choice beats none by this factor, or it is noise
 _MOST_PREFIXES = 64  # that are compared for one number of passes
@@ -55,8 +53,7 @@ class _Plan:
 class _Step:
     """The next step, as far as it is decided. Numbers are expected ones."""
 
-    num_tokens: int  # without drafts
-    num_outputs: int  # requests that sample
+    load: StepLoad
     gain: float = 0.0  # output tokens
     num_drafts: float = 0.0
     draft_seconds: float = 0.0
@@ -97,35 +94,33 @@ class DraftPolicy:
         # For requests with both kinds: how often text had a guess, and whose it was last.
         self._text_guesses: dict[str, tuple[float, str]] = {}
         self._awaited: list[str] = []  # such requests, asked last
-        self._next = _Step(0, 0)  # as last chosen
+        self._next = _Step(StepLoad(0, 0))  # as last chosen
         self._asks: dict[tuple[tuple[str, ...], int], tuple[DraftRequest, ...]] = {}
         self._num_steps = self._num_draft_steps = 0
         self._num_prompt_steps = 0  # that followed one another
         # Since the last observe_step.
         self._num_verified = self._num_accepted = 0
         self._num_text_verified = self._num_text_accepted = 0
-        self._last_num_outputs = 0  # requests that sampled in the last step
 
     # Deciding
 
     def choose(
-        self, candidates: Sequence[DraftCandidate], num_tokens: int
+        self, candidates: Sequence[DraftCandidate], load: StepLoad
     ) -> dict[str, tuple[DraftRequest, ...]]:
         """What to ask of proposers after the step being planned.
 
-        num_tokens: of the step after it, without drafts. Requests with nothing to ask are absent.
+        load: of the step after it. Requests with nothing to ask are absent.
         """
         self._num_steps += 1
         self._acceptance.next_step()
         if self._awaited:  # nobody had a draft, so `trim` was not called
             self._learn_who_guessed({})
         asks = {one.request_id: self._sure_asks(one) for one in candidates}
-        num_outputs = self._num_outputs(len(candidates), num_tokens)
-        has_prompts = num_tokens > num_outputs
+        has_prompts = load.num_tokens > load.num_outputs
         self._num_prompt_steps = self._num_prompt_steps + 1 if has_prompts else 0
-        self._next = _Step(num_tokens, num_outputs)
-        self._next.gain = num_outputs * (1 + self._text_accepted)
-        self._next.num_drafts = num_outputs * self._text_verified
+        self._next = _Step(load)
+        self._next.gain = load.num_outputs * (1 + self._text_accepted)
+        self._next.num_drafts = load.num_outputs * self._text_verified
         if self._trials and not self._is_static and self._guard.lets_draft:
             self._ask_models(candidates, asks)
             self._awaited = [
@@ -137,11 +132,11 @@ class DraftPolicy:
             ]
         return {request_id: ask for request_id, ask in asks.items() if ask}
 
-    def trim(self, drafts: Mapping[str, tuple[str, int]], num_tokens: int) -> dict[str, int]:
+    def trim(self, drafts: Mapping[str, tuple[str, int]], load: StepLoad) -> dict[str, int]:
         """How many of its drafts each request verifies in the step being planned.
 
-        drafts      request id -> (proposer, number offered)
-        num_tokens  of this step, without drafts
+        drafts  request id -> (proposer, number offered)
+        load    of this step
         """
         if self._is_static:
             return {request_id: offered for request_id, (_, offered) in drafts.items()}
@@ -152,10 +147,9 @@ class DraftPolicy:
         survivals = self._acceptance.survivals(list(drafts), proposers, max(offered))
         slots = DraftSlots.sort(survivals, np.array(offered))
         # These are made and paid for; the next ones will cost as much, which a step takes anyway.
-        step = _Step(num_tokens, self._num_outputs(len(drafts), num_tokens))
-        step.draft_seconds = self._next.draft_seconds
+        step = _Step(load, draft_seconds=self._next.draft_seconds)
         gains = np.concatenate([[0.0], np.cumsum(slots.survivals)])
-        rates = self._rates(step, step.num_outputs + gains, np.arange(len(gains)))
+        rates = self._rates(step, load.num_outputs + gains, np.arange(len(gains)))
         best = int(np.argmax(rates))
         if rates[best] < _WORTHWHILE * rates[0]:
             best = 0
@@ -184,9 +178,9 @@ class DraftPolicy:
         num_outputs = max(0, num_new_tokens - self._num_accepted)
         seconds = self._costs.observe(timing, self._next.passes)
         for name, trial in self._trials.items():
-            trial.earn(timing.seconds, float(self._costs.passes(name, 1)))
+            trial.earn(timing.seconds, self._trial_seconds(name))
             if name in self._next.trials:
-                trial.credit -= seconds.get(name, 0.0)
+                trial.credit -= seconds.get(name, 0.0) + self._one_draft_seconds
         if num_outputs:
             verified = self._num_text_verified / num_outputs
             accepted = self._num_text_accepted / num_outputs
@@ -202,7 +196,6 @@ class DraftPolicy:
                 has_drafts=self._num_verified > 0 or timing.num_draft_passes > 0,
             )
         self._num_draft_steps += self._num_verified > 0
-        self._last_num_outputs = num_outputs
         self._num_verified = self._num_accepted = 0
         self._num_text_verified = self._num_text_accepted = 0
 
@@ -231,11 +224,6 @@ class DraftPolicy:
 
     # Details of choosing
 
-    def _num_outputs(self, num_known: int, num_tokens: int) -> int:
-        """Requests that sample in a step of `num_tokens` without drafts: as many as in the last
-        one, at least those known to, and no more than tokens."""
-        return max(1, min(num_tokens, max(num_known, self._last_num_outputs)))
-
     def _rates(
         self,
         step: _Step,
@@ -244,7 +232,7 @@ class DraftPolicy:
         draft_seconds: float | NDArray[np.float64] = 0.0,
     ) -> NDArray[np.float64]:
         """Tokens per second if `step` gives `tokens` from `num_drafts` drafts, and makes more."""
-        seconds = self._costs.step(step.num_tokens, step.num_outputs, num_drafts)
+        seconds = self._costs.step(step.load, num_drafts)
         return tokens / (seconds + step.draft_seconds + draft_seconds)
 
     def _sure_asks(self, candidate: DraftCandidate) -> tuple[DraftRequest, ...]:
@@ -305,8 +293,7 @@ class DraftPolicy:
         While prompts come in, nobody knows how many will share a step: it waits for that, but not
         for ever. without: tokens per second if it is not asked.
         """
-        is_settled = self._num_prompt_steps == 0 or self._num_prompt_steps > _PATIENCE
-        seconds = 0.0 if is_settled else math.inf
+        seconds = 0.0 if self._is_settled else math.inf
         saved = 0.0
         for one, length in zip(plan.candidates, plan.lengths.tolist()):
             num_unread = one.num_unread.get(name, 0)
@@ -314,6 +301,10 @@ class DraftPolicy:
                 seconds += self._costs.reading(name, num_unread)
                 saved += one.num_expected * (1 / without - 1 / plan.rate)
         return saved >= seconds or saved == 0.0
+
+    @property
+    def _is_settled(self) -> bool:
+        return self._num_prompt_steps == 0 or self._num_prompt_steps > _PATIENCE
 
     def _has_model(self, asks: tuple[DraftRequest, ...]) -> bool:
         return bool(asks) and asks[-1].proposer in self._trials
@@ -378,12 +369,10 @@ class DraftPolicy:
         has_text = np.array([bool(asks[request_id]) for request_id in ids])
         if not has_text.any() or self._num_steps % _SECOND_CHANCE == 0:
             return has_text
-        step, num = self._next, len(ids)
-        without, with_one = self._costs.step(
-            step.num_tokens, step.num_outputs, np.array([0.0, num])
-        ).tolist()
-        per_draft = step.num_outputs / without * (with_one - without) / num
-        per_pass = step.num_outputs / without * float(self._costs.passes(model, num)) / num
+        load, num = self._next.load, len(ids)
+        without, with_one = self._costs.step(load, np.array([0.0, num])).tolist()
+        per_draft = load.num_outputs / without * (with_one - without) / num
+        per_pass = load.num_outputs / without * float(self._costs.passes(model, num)) / num
         texts = [
             self._text_guesses[one][1]
             if one in self._text_guesses
@@ -405,8 +394,8 @@ class DraftPolicy:
         trial = self._trials[name]
         if not trial.request_id:
             trial.num_until_next -= 1
-            cost = NUM_TRIAL_STEPS * float(self._costs.passes(name, 1))
-            if trial.num_until_next > 0 or trial.credit < cost:
+            cost = NUM_TRIAL_STEPS * self._trial_seconds(name)
+            if trial.num_until_next > 0 or trial.credit < cost or not self._is_settled:
                 return
         is_asked = {
             one.request_id: any(ask.proposer == name for ask in asks[one.request_id])
@@ -431,6 +420,15 @@ class DraftPolicy:
             if name not in self._next.passes:
                 self._next.passes[name] = 1
                 self._next.trials.append(name)
+
+    def _trial_seconds(self, name: str) -> float:
+        """Of a trial's step: to make a draft, and to verify it."""
+        return float(self._costs.passes(name, 1)) + self._one_draft_seconds
+
+    @property
+    def _one_draft_seconds(self) -> float:
+        without, with_one = self._costs.step(self._next.load, np.array([0.0, 1.0])).tolist()
+        return float(with_one - without)
 
     # Details of learning
 

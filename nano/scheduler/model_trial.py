@@ -28,7 +28,7 @@ class ModelTrial:
         self.num_until_next = self.wait
         self.request_id = ""
 
-    def earn(self, step_seconds: float, pass_seconds: float) -> None:
-        """A step ran: a share of its time may go into trials, up to what one costs."""
-        most = NUM_TRIAL_STEPS * pass_seconds
+    def earn(self, step_seconds: float, draft_seconds: float) -> None:
+        """A step ran: a share of its time may go into trials, up to what the drafts of one cost."""
+        most = NUM_TRIAL_STEPS * draft_seconds
         self.credit = min(self.credit + _TRIAL_SHARE * step_seconds, most)

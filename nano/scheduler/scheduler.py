@@ -16,6 +16,7 @@ from nano.scheduler.draft_planner import DraftPlanner
 from nano.scheduler.draft_policy import DraftPolicy
 from nano.scheduler.request import Request, RequestStatus
 from nano.scheduler.request_queue import Policy, make_request_queue
+from nano.scheduler.step_time import StepLoad
 from nano.scheduler.token_budget import TokenBudget
 from nano.step import NewRequest, StepOutput, StepPlan, TokenLogprobs
 
@@ -154,26 +155,28 @@ class Scheduler:
         self._step += 1
         plan = StepPlan(self._step)
         num_preemptions = self._num_preemptions
-        self.drafts.trim(self.running, self._num_known_to_compute())
+        self.drafts.trim(self.running, self._known_load())
         budget = self._schedule_running(plan, self.budget.num_tokens)
         if self._num_preemptions == num_preemptions:  # never admit while evicting
             self._admit_waiting(plan, budget, now)
         if not plan.is_empty:
             plan.finished_request_ids, self._rows_to_forget = self._rows_to_forget, []
             plan.preempted_request_ids, self._preempted_rows = self._preempted_rows, []
-        self.drafts.ask(plan, self._in_flight.values(), self._num_known_to_compute(plan))
+        self.drafts.ask(plan, self._in_flight.values(), self._known_load(plan))
         return plan
 
-    def _num_known_to_compute(self, plan: StepPlan | None = None) -> int:
-        """Tokens of the next step without drafts, as far as can be told: after `plan`, if any."""
+    def _known_load(self, plan: StepPlan | None = None) -> StepLoad:
+        """What the next step has to do, as far as can be told: after `plan`, if any."""
         scheduled = {} if plan is None else plan.num_scheduled_tokens
-        num_tokens = 0
+        budget = self.budget.num_tokens
+        num_tokens = num_outputs = 0
         for request in self.running:
             num_computed = request.num_computed_tokens + scheduled.get(request.request_id, 0)
             num_tokens += max(1, len(request.token_ids) - num_computed)
+            num_outputs += num_tokens <= budget
         if self.waiting and len(self.running) < self.max_num_requests:
             num_tokens += self.waiting.peek().num_tokens
-        return min(num_tokens, self.budget.num_tokens)
+        return StepLoad(min(num_tokens, budget), max(1, num_outputs))
 
     def _schedule_running(self, plan: StepPlan, budget: int) -> int:
         """Plan the running requests; returns the budget that is left."""

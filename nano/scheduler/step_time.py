@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from statistics import fmean, median, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,6 +89,13 @@ class StepTime:
         self._seconds = np.maximum.accumulate(np.exp(self._log_seconds))
 
 
+class StepLoad(NamedTuple):
+    """What a step has to do without drafts."""
+
+    num_tokens: int
+    num_outputs: int  # requests that sample in it, of a token each if there are no prompts
+
+
 @dataclass(frozen=True, slots=True)
 class StepTiming:
     """What one step took, in seconds."""
@@ -130,15 +137,14 @@ class StepCosts:
         }
         self.other_seconds = 0.0
 
-    def step(
-        self, num_tokens: int, num_outputs: int, num_drafts: float | NDArray[Any]
-    ) -> NDArray[np.float64]:
-        """Of a step with `num_drafts` drafts beside `num_tokens` others, without making drafts.
+    def step(self, load: StepLoad, num_drafts: float | NDArray[Any]) -> NDArray[np.float64]:
+        """Of a step with `num_drafts` drafts beside `load`, without making drafts.
 
-        Less what it owes to prompts: only `num_outputs` of the tokens are of requests that sample.
+        Less what it owes to prompts: what is left is for the requests that sample.
         """
-        prompts = self.target.seconds(num_tokens) - self.target.seconds(num_outputs)
-        return self.target.seconds(num_tokens + num_drafts) - prompts + self.other_seconds
+        seconds = self.target.seconds
+        prompts = seconds(load.num_tokens) - seconds(load.num_outputs)
+        return seconds(load.num_tokens + num_drafts) - prompts + self.other_seconds
 
     def passes(self, proposer: str, num_requests: float | NDArray[Any]) -> NDArray[np.float64]:
         """Of passes of a model for `num_requests` each; less than 1 is the chance to be needed."""

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-from nano.scheduler.draft_policy import DraftCandidate, DraftPolicy
-from nano.scheduler.step_time import StepTiming
+from nano.scheduler.draft_candidate import DraftCandidate
+from nano.scheduler.draft_policy import DraftPolicy
+from nano.scheduler.step_time import StepLoad, StepTiming
 from nano.speculation import ProposerInfo
 from nano.step import DraftRequest
 
@@ -85,6 +86,11 @@ class Scenario:
     lifetime: int = 500  # steps of a request
 
 
+def decoding(num_requests: int) -> StepLoad:
+    """Without a prompt."""
+    return StepLoad(num_requests, num_requests)
+
+
 @dataclass
 class Result:
     tokens: list[float] = field(default_factory=list)  # expected, per step
@@ -100,10 +106,10 @@ class Result:
 class Off:
     """Never asks for a draft."""
 
-    def choose(self, candidates, num_tokens):
+    def choose(self, candidates, load):
         return {}
 
-    def trim(self, drafts, num_tokens):
+    def trim(self, drafts, load):
         return dict.fromkeys(drafts, 0)
 
     def observe(self, *args): ...
@@ -117,7 +123,7 @@ class Fixed(Off):
     def __init__(self, lengths: Callable[[str], Sequence[tuple[str, int]]]):
         self.lengths = lengths
 
-    def choose(self, candidates, num_tokens):
+    def choose(self, candidates, load):
         return {
             one.request_id: tuple(
                 DraftRequest(*ask) for ask in self.lengths(one.request_id) if ask[1]
@@ -125,7 +131,7 @@ class Fixed(Off):
             for one in candidates
         }
 
-    def trim(self, drafts, num_tokens):
+    def trim(self, drafts, load):
         return {request_id: number for request_id, (_, number) in drafts.items()}
 
 
@@ -153,9 +159,9 @@ def simulate(scenario: Scenario, policy, seed: int = 0, cap: int = 16) -> Result
         running = now
 
         offered = {one: (draft[0], draft[1]) for one, draft in drafts.items()}
-        verified = policy.trim(offered, load)
+        verified = policy.trim(offered, decoding(load))
         candidates = [DraftCandidate(one, names, cap) for one in running]
-        asked = policy.choose(candidates, load)
+        asked = policy.choose(candidates, decoding(load))
 
         num_verified = sum(verified.values())
         tokens = float(load)

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from nano.scheduler.acceptance import Acceptance, DraftSlots
-from nano.scheduler.draft_policy import DraftCandidate, DraftPolicy
+from nano.scheduler.draft_candidate import DraftCandidate
+from nano.scheduler.draft_policy import DraftPolicy
+from nano.scheduler.step_time import StepLoad
 from nano.speculation import ProposerInfo
 from nano.step import DraftRequest
 from tests.scheduler.draft_simulator import (
@@ -20,6 +22,7 @@ from tests.scheduler.draft_simulator import (
     always,
     bursts,
     changing,
+    decoding,
     flat,
     flat_then_linear,
     half,
@@ -125,7 +128,7 @@ def test_text_is_asked_for_all_it_has_and_the_model_behind_it():
         DraftCandidate("b", ("text",), 99),
         DraftCandidate("c", ("model",), 2),
     ]
-    assert policy.choose(candidates, 3) == {
+    assert policy.choose(candidates, decoding(3)) == {
         "a": (
             DraftRequest("other text", 4),
             DraftRequest("text", 6),
@@ -139,46 +142,52 @@ def test_text_is_asked_for_all_it_has_and_the_model_behind_it():
 def test_where_drafts_cannot_pay_only_text_is_asked_and_nothing_verified():
     policy = DraftPolicy([TEXT, MODEL], STEEP)
     candidates = [DraftCandidate("a", ("text", "model"), 4), DraftCandidate("b", ("model",), 4)]
-    assert policy.choose(candidates, 2) == {"a": (DraftRequest("text", 4),)}
-    assert policy.trim({"a": ("text", 4)}, 2) == {"a": 0}
+    assert policy.choose(candidates, decoding(2)) == {"a": (DraftRequest("text", 4),)}
+    assert policy.trim({"a": ("text", 4)}, decoding(2)) == {"a": 0}
 
 
 def test_drafts_that_are_trimmed_to_nothing_still_teach():
     policy = DraftPolicy([TEXT], [(1, 0.010), (64, 0.520)])
     observe_often(policy, "r", "text", 1, 0)
-    assert policy.trim({"r": ("text", 1)}, 1) == {"r": 0}
+    assert policy.trim({"r": ("text", 1)}, decoding(1)) == {"r": 0}
     for _ in range(60):
         policy.observe_unverified("r", "text", 1, 1)
-    assert policy.trim({"r": ("text", 1)}, 1) == {"r": 1}
+    assert policy.trim({"r": ("text", 1)}, decoding(1)) == {"r": 1}
 
 
 def test_the_better_request_gets_the_drafts_there_is_time_for():
     policy = DraftPolicy([TEXT], [(1, 0.010), (6, 0.011), (7, 0.030)])
     observe_often(policy, "good", "text", 4, 4)
     observe_often(policy, "bad", "text", 4, 0)
-    assert policy.trim({"bad": ("text", 4), "good": ("text", 4)}, 2) == {"bad": 0, "good": 4}
+    assert policy.trim({"bad": ("text", 4), "good": ("text", 4)}, decoding(2)) == {
+        "bad": 0,
+        "good": 4,
+    }
 
 
 def test_a_flat_stretch_behind_a_jump_is_found():
     # Two more tokens cost as much as sixty.
     policy = DraftPolicy([TEXT], [(1, 0.010), (2, 0.020), (64, 0.020)])
     observe_often(policy, "r", "text", 8, 8)
-    assert policy.trim({"r": ("text", 1)}, 1) == {"r": 0}
-    assert policy.trim({"r": ("text", 8)}, 1) == {"r": 8}
+    assert policy.trim({"r": ("text", 1)}, decoding(1)) == {"r": 0}
+    assert policy.trim({"r": ("text", 8)}, decoding(1)) == {"r": 8}
 
 
 def test_a_prompt_in_the_step_makes_no_drafts_worthwhile_that_are_not_so_without():
     policy = DraftPolicy([TEXT], [(1, 0.010), (512, 5.12)])
     policy.observe("r", "text", 1, 0)
     for num_tokens in (1, 256):
-        assert policy.trim({"r": ("text", 4)}, num_tokens) == {"r": 0}
+        assert policy.trim({"r": ("text", 4)}, StepLoad(num_tokens, 1)) == {"r": 0}
 
 
 def test_text_that_misleads_gives_way_to_a_model_and_is_tried_again():
     policy = DraftPolicy([TEXT, MODEL], FLAT)
     observe_often(policy, "r", "text", 8, 0)
     observe_often(policy, "r", "model", 4, 4)
-    asked = [policy.choose([DraftCandidate("r", ("text", "model"), 8)], 1)["r"] for _ in range(130)]
+    asked = [
+        policy.choose([DraftCandidate("r", ("text", "model"), 8)], decoding(1))["r"]
+        for _ in range(130)
+    ]
     assert asked.count((DraftRequest("model", 4),)) >= 120
     assert (DraftRequest("text", 8), DraftRequest("model", 4)) in asked
 
@@ -192,8 +201,8 @@ def test_a_pass_that_few_need_because_text_has_guesses_waits_until_text_has_none
         observe_often(policy, one, "text", 8, 8, n=5)
     for has_guesses in (True, False):
         for _ in range(60):
-            policy.trim({one: ("text", 1) for one in ids if has_guesses}, 16)
-            asked = policy.choose(candidates, 16)
+            policy.trim({one: ("text", 1) for one in ids if has_guesses}, decoding(16))
+            asked = policy.choose(candidates, decoding(16))
         num_asked = sum(DraftRequest("model", 1) in asks for asks in asked.values())
         assert num_asked <= 1 if has_guesses else num_asked == 16  # one may be on trial
 
@@ -203,10 +212,10 @@ def test_a_static_policy_asks_for_everything_and_verifies_everything():
     observe_often(policy, "r", "text", 4, 0)
     candidates = [DraftCandidate("r", ("text", "model", "other text"), 6)]
     for _ in range(3):
-        assert policy.choose(candidates, 200) == {
+        assert policy.choose(candidates, decoding(200)) == {
             "r": (DraftRequest("text", 6), DraftRequest("model", 4))
         }
-        assert policy.trim({"r": ("text", 6)}, 200) == {"r": 6}
+        assert policy.trim({"r": ("text", 6)}, decoding(200)) == {"r": 6}
 
 
 def test_the_report_tells_what_was_learned():
@@ -340,14 +349,16 @@ def test_any_sequence_of_calls_is_answered_within_its_limits():
         running = [f"r{rng.randint(0, 30)}" for _ in range(rng.randint(0, 6))]
         running = list(dict.fromkeys(running))
         drafts = {one: draft for one, draft in drafts.items() if one in running}
-        kept = policy.trim(drafts, max(1, len(running)) + rng.choice([0, 0, 300]))
+        load = decoding(max(1, len(running)))
+        in_prompts = load._replace(num_tokens=load.num_tokens + rng.choice([0, 0, 300]))
+        kept = policy.trim(drafts, in_prompts)
         assert kept.keys() == drafts.keys()
         assert all(0 <= kept[one] <= drafts[one][1] for one in drafts)
         candidates = [
             DraftCandidate(one, tuple(rng.sample(list(caps), rng.randint(1, 3))), rng.randint(1, 9))
             for one in running
         ]
-        asked = policy.choose(candidates, max(1, len(running)))
+        asked = policy.choose(candidates, load)
         for one in candidates:
             for ask in asked.get(one.request_id, ()):
                 assert ask.proposer in one.proposers

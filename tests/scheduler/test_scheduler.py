@@ -8,6 +8,7 @@ from nano.outputs import FinishReason
 from nano.sampling_params import SamplingParams
 from nano.scheduler.request import Request
 from nano.scheduler.scheduler import Scheduler
+from nano.scheduler.step_time import StepLoad
 from nano.step import StepOutput, StepPlan
 from tests.scheduler.fake_worker import (
     EOS,
@@ -279,6 +280,21 @@ class TestBudget:
 
 
 class TestDrafts:
+    def test_the_policy_is_told_how_many_tokens_and_outputs_the_next_step_has(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        scheduler = make_scheduler(token_budget=8)
+        told: list[StepLoad] = []
+        policy = scheduler.drafts.policy
+        monkeypatch.setattr(policy, "choose", lambda candidates, load: told.append(load) or {})
+        for name, length in (("short", 2), ("long", 15)):
+            scheduler.add(make_request(name, length))
+        driver = Driver(scheduler)
+        for _ in range(3):
+            driver.step()
+        # 2 + 6 tokens; then 1 of short and 9 of long, of which 7 fit in; then long samples too.
+        assert told == [StepLoad(8, 1), StepLoad(3, 2), StepLoad(2, 2)]
+
     def test_drafts_are_scheduled_after_the_newest_token_and_counted_when_accepted(self) -> None:
         scheduler = make_scheduler()
         request = make_request("a", 5, max_tokens=20)

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from nano.scheduler.step_time import SpeculationGuard, StepCosts, StepTime, StepTiming
+from nano.scheduler.step_time import SpeculationGuard, StepCosts, StepLoad, StepTime, StepTiming
 from nano.speculation import ProposerInfo
 
 POINTS = [(1, 0.010), (4, 0.011), (8, 0.012), (16, 0.024)]
@@ -64,10 +64,10 @@ def test_single_steps_ten_times_slower_hardly_count_but_lasting_slowness_does():
 
 def test_prompts_beside_it_are_not_charged_to_a_step_of_decoding_requests():
     costs = StepCosts([], POINTS)
-    assert costs.step(4, 4, 0) == pytest.approx(0.011)
-    assert costs.step(16, 4, 0) == pytest.approx(0.011)
+    assert costs.step(StepLoad(4, 4), 0) == pytest.approx(0.011)
+    assert costs.step(StepLoad(16, 4), 0) == pytest.approx(0.011)
     # A draft beside them costs what it costs there.
-    assert costs.step(16, 4, 1) == pytest.approx(0.011 + 0.0015)
+    assert costs.step(StepLoad(16, 4), 1) == pytest.approx(0.011 + 0.0015)
 
 
 def test_passes_follow_the_targets_curve_until_they_are_measured():
