@@ -2,9 +2,9 @@
 
 import pytest
 
-from nano.batch.input_batch import InputBatchBuilder
-from nano.batch.request_states import RequestStates
 from nano.device import CpuDevice
+from nano.model_input.input_batch import InputBatchBuilder
+from nano.model_input.request_states import RequestStates
 from nano.sampling_params import SamplingParams
 from nano.step import NewRequest, StepPlan
 

@@ -51,12 +51,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     # A program of its own, and the child that it is for an engine.
     "compile.__main__": {"worker"},
     "compile.child": {"layers", "native"},
-    "batch": {"attention", "device"},
-    "sampling": {"batch", "device", "native"},
-    "spec": {"attention", "batch", "compile", "device", "models", "sampling"},
+    "model_input": {"attention", "device"},
+    "sampling": {"model_input", "device", "native"},
+    "spec": {"attention", "compile", "device", "model_input", "models", "sampling"},
     "worker": {
         "attention",
-        "batch",
+        "model_input",
         "compile",
         "device",
         "layers",

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nano.batch.request_states import RequestStates
+from nano.model_input.request_states import RequestStates
 from nano.sampling.noise import NoiseDomain, domain_seeds
 
 _CACHED_VALUES = 2**17  # float64 numbers that a core's cache holds beside others

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nano.batch.input_batch import LogitsRows
-from nano.batch.request_states import RequestStates
+from nano.model_input.input_batch import LogitsRows
+from nano.model_input.request_states import RequestStates
 from nano.native.build import load_ops
 from nano.sampling.backend import DrawTable, SamplingBackend
 from nano.step import TokenLogprobs

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nano.batch.input_batch import LogitsRows
-from nano.batch.request_states import LogitsEdit, RequestStates, RowParams
+from nano.model_input.input_batch import LogitsRows
+from nano.model_input.request_states import LogitsEdit, RequestStates, RowParams
 from nano.sampling.backend import SamplingBackend
 from nano.sampling.logits_processor import ProcessorFailed
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nano.batch.request_states import LogitsEdit
 from nano.config import EngineConfig, load_class
 from nano.errors import ConfigError
+from nano.model_input.request_states import LogitsEdit
 from nano.sampling_params import SamplingParams
 
 # (output_ids, logits) -> logits, or (prompt_ids, output_ids, logits) -> logits

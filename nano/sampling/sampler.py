@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nano.batch.input_batch import InputBatch, LogitsRows
-from nano.batch.request_states import NO_LOGPROBS, RequestStates
+from nano.model_input.input_batch import InputBatch, LogitsRows
+from nano.model_input.request_states import NO_LOGPROBS, RequestStates
 from nano.sampling.acceptance import AcceptanceRule
 from nano.sampling.backend import NO_TOKEN, SamplingBackend
 from nano.sampling.logits import edit_logits

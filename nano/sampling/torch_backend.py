@@ -4,8 +4,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nano.batch.input_batch import LogitsRows
-from nano.batch.request_states import RequestStates
+from nano.model_input.input_batch import LogitsRows
+from nano.model_input.request_states import RequestStates
 from nano.sampling.backend import NO_TOKEN, DrawTable, SamplingBackend
 from nano.sampling.noise import log_exponential
 from nano.sampling.truncation import survivors

@@ -28,9 +28,11 @@ _FIRST_SURPRISE, _LEAST_SURPRISE = 1.0, 0.02  # usual ones, of a logarithm
 
 _MOST_ON_STEPS, _LEAST_ON_STEPS = 64, 3  # that are compared
 _NUM_OFF_STEPS = 3
-# Steps with drafts before the first comparison, and how that grows from one to the next; the same
-# of the steps of a pause.
-_FIRST_CHECK, _CHECK_GROWTH, _LONGEST_CHECK = 6, 4, 4096
+# Steps with drafts before a comparison: the first, one after the load has changed, and in between
+# as many as keep what looks cost, which is what drafts gain, within a share of all seconds.
+_FIRST_CHECK, _CHECK_OF_NEW_LOAD, _LONGEST_CHECK = 6, 24, 4096
+_LOOK_SHARE = 0.003
+# Steps of a pause, and how that grows from one to the next.
 _FIRST_PAUSE, _PAUSE_GROWTH, _LONGEST_PAUSE = 96, 4, 1 << 16
 _ADVANTAGE = 1.02  # of no drafts over drafts that ends them
 
@@ -195,8 +197,8 @@ class SpeculationGuard:
     """Pauses drafts that lose, whatever a model of their cost says.
 
     Compares tokens per second and request of steps with drafts with those of a few steps without,
-    at about the same number of requests. Looks rarely, at intervals that grow while drafts win;
-    pauses, each longer than the one before, while they lose. Steps with prompts compare with none.
+    at about the same number of requests. Looks the more rarely the more drafts win; pauses, each
+    longer than the one before, while they lose. Steps with prompts compare with none.
     """
 
     def __init__(self) -> None:
@@ -245,7 +247,9 @@ class SpeculationGuard:
         elif self._state is _GuardState.RETRY:
             # Bad steps may be long ones, so it does not wait for all of them.
             num_steps = len(self._on)
-            if num_steps == _MOST_ON_STEPS or (num_steps >= _LEAST_ON_STEPS and self._is_losing()):
+            if num_steps == _MOST_ON_STEPS or (
+                num_steps >= _LEAST_ON_STEPS and self._gain() * _ADVANTAGE < 1
+            ):
                 self._judge()
         elif has_drafts:
             self._num_until_look -= 1
@@ -274,25 +278,27 @@ class SpeculationGuard:
         if self._state is _GuardState.PAUSE and is_near:
             return
         self._state = _GuardState.ON
+        self._num_until_look = min(self._num_until_look, _CHECK_OF_NEW_LOAD)
         self._num_requests = num_requests
         self._on.clear()
         self._off.clear()
 
     def _judge(self) -> None:
-        if self._is_losing():
+        gain = self._gain()
+        if gain * _ADVANTAGE < 1:
             self._state = _GuardState.PAUSE
             self._num_until_retry = self._pause
             self._pause = min(_PAUSE_GROWTH * self._pause, _LONGEST_PAUSE)
             return
         self._pause = _FIRST_PAUSE
-        self._check = min(_CHECK_GROWTH * self._check, _LONGEST_CHECK)
+        num_steps = int(_NUM_OFF_STEPS * (gain - 1) / _LOOK_SHARE)
+        self._check = min(max(num_steps, _FIRST_CHECK), _LONGEST_CHECK)
         self._look_later()
 
-    def _is_losing(self) -> bool:
-        """Whether steps without drafts are better by more than chance."""
+    def _gain(self) -> float:
+        """Tokens per second with drafts, at the upper end of chance, over those without."""
         tokens, seconds = zip(*self._on)
         longest = _TOLERANCE * median(seconds)
         on_seconds = fmean(min(one, longest) for one in seconds)
         error = 2 * stdev(tokens) / math.sqrt(len(tokens))
-        on_rate = (fmean(tokens) + error) / on_seconds
-        return bool(on_rate * _ADVANTAGE * median(self._off) < 1)
+        return float((fmean(tokens) + error) / on_seconds * median(self._off))

@@ -5,6 +5,7 @@ import asyncio
 import signal
 import socket
 import sys
+from dataclasses import replace
 from types import FrameType
 
 import uvicorn
@@ -14,10 +15,10 @@ from nano.errors import ConfigError, NanoError
 from nano.log import get_logger, setup_logging
 from nano.serve.app import create_app
 from nano.serve.async_engine import AsyncEngine
+from nano.serve.options import ServerOptions, add_server_arguments, options_from_arguments
 
 logger = get_logger("nano.serve")  # run as a program, this module is called __main__
 
-LOG_LEVELS = ("debug", "info", "warning", "error")
 SHUTDOWN_SECONDS = 5  # that requests in flight have to end after the order to stop
 
 
@@ -42,22 +43,9 @@ class HttpServer(uvicorn.Server):  # type: ignore[misc]  # uvicorn has no types 
         ending.cancel()
 
 
-def _port(text: str) -> int:
-    port = int(text)
-    if not 0 <= port < 2**16:
-        raise argparse.ArgumentTypeError(f"must be in [0, {2**16 - 1}], got {port}")
-    return port
-
-
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="nano.serve", description=__doc__)
-    group = parser.add_argument_group("server")
-    group.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    group.add_argument("--port", type=_port, default=8000, help="0 takes a free one")
-    group.add_argument(
-        "--served-model-name", nargs="+", help="names that requests may use (default: --model)"
-    )
-    group.add_argument("--log-level", choices=LOG_LEVELS, default="info")
+    add_server_arguments(parser)
     add_engine_arguments(parser)
     return parser.parse_args(argv)
 
@@ -74,23 +62,20 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def serve(args: argparse.Namespace, config: EngineConfig) -> None:
+def serve(options: ServerOptions, config: EngineConfig) -> None:
     """Load the model, answer until SIGINT or SIGTERM, leave no process behind."""
-    with listen(args.host, args.port) as listener:
-        engine = AsyncEngine.from_config(config, args.log_level)
+    with listen(options.host, options.port) as listener:
+        engine = AsyncEngine.from_config(config, options.log_level)
         try:
-            answer(args, config, engine, listener)
+            answer(options, engine, listener)
         finally:
             engine.client.close()
 
 
-def answer(
-    args: argparse.Namespace, config: EngineConfig, engine: AsyncEngine, listener: socket.socket
-) -> None:
-    app = create_app(engine, args.served_model_name or [config.model.path])
+def answer(options: ServerOptions, engine: AsyncEngine, listener: socket.socket) -> None:
     http = uvicorn.Config(
-        app,
-        log_level=args.log_level,
+        create_app(engine, options),
+        log_level=options.log_level,
         # For callers who do not read their last answer.
         timeout_graceful_shutdown=2 * SHUTDOWN_SECONDS,
     )
@@ -109,7 +94,10 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     try:
-        serve(args, config_from_arguments(args))
+        config = config_from_arguments(args)
+        options = options_from_arguments(args)
+        names = options.served_model_name or (config.model.path,)
+        serve(replace(options, served_model_name=names), config)
     except NanoError as error:
         logger.error("%s", error)
         return 1

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from nano.batch.request_states import RequestStates
 from nano.kv_spec import LayerKVSpec
+from nano.model_input.request_states import RequestStates
 from nano.spec.draft_passes import RowWork, draft_ahead
 from nano.spec.drafting_model import DraftingModel
 from nano.spec.proposer import ModelDrafts, ModelProposer

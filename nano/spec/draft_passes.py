@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nano.batch.input_batch import LogitsRows
-from nano.batch.request_states import RequestStates
+from nano.model_input.input_batch import LogitsRows
+from nano.model_input.request_states import RequestStates
 from nano.sampling.backend import NO_TOKEN
 from nano.spec.drafting_model import DraftingModel
 from nano.spec.proposer import ModelDrafts

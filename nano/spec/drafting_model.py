@@ -6,8 +6,8 @@ import numpy as np
 from torch import Tensor
 
 from nano.attention.op import ForwardContext, forward_context
-from nano.batch.input_batch import InputBatchBuilder
 from nano.compile.artifact import ForwardFn
+from nano.model_input.input_batch import InputBatchBuilder
 from nano.models.decoder import Decoder
 from nano.sampling.sampler import Sampler
 

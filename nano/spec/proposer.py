@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from nano.batch.request_states import RequestStates
 from nano.kv_spec import LayerKVSpec
+from nano.model_input.request_states import RequestStates
 from nano.spec.drafting_model import DraftingModel
 from nano.step import NewRequest, StepPlan
 

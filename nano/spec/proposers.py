@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from nano.batch.input_batch import InputBatch
-from nano.batch.request_states import RequestStates
 from nano.kv_spec import LayerKVSpec
+from nano.model_input.input_batch import InputBatch
+from nano.model_input.request_states import RequestStates
 from nano.spec.proposer import ModelProposer, TextProposer
 from nano.step import StepPlan
 

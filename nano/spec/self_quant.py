@@ -7,8 +7,8 @@ So there is nothing to ingest and nothing to remember.
 
 from collections.abc import Sequence
 
-from nano.batch.request_states import RequestStates
 from nano.kv_spec import LayerKVSpec
+from nano.model_input.request_states import RequestStates
 from nano.spec.draft_passes import RowWork, draft_ahead
 from nano.spec.drafting_model import DraftingModel
 from nano.spec.proposer import ModelDrafts, ModelProposer

@@ -9,8 +9,6 @@ from torch import Tensor
 from nano.attention.backend import AttentionBackend
 from nano.attention.op import ForwardContext, attend
 from nano.attention.select import select_backend
-from nano.batch.input_batch import InputBatchBuilder
-from nano.batch.request_states import MakeEdits, RequestStates, no_edits
 from nano.checkpoint.hf_config import load_decoder_config
 from nano.compile.compile_model import CompiledModel, CompileTarget
 from nano.compile.request import CompileRequest
@@ -22,6 +20,8 @@ from nano.errors import ConfigError
 from nano.layers.kernels import TorchKernels
 from nano.layers.native_kernels import NativeKernels
 from nano.layers.select import select_kernels
+from nano.model_input.input_batch import InputBatchBuilder
+from nano.model_input.request_states import MakeEdits, RequestStates, no_edits
 from nano.models.weights import load_model, storage_formats
 from nano.sampling.sampler import Sampler
 from nano.spec.proposers import Proposers

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from nano.attention.op import ForwardContext, forward_context
-from nano.batch.input_batch import InputBatch, InputBatchBuilder, LogitsRows
-from nano.batch.request_states import RequestStates
 from nano.compile.artifact import ForwardFn
+from nano.model_input.input_batch import InputBatch, InputBatchBuilder, LogitsRows
+from nano.model_input.request_states import RequestStates
 from nano.models.decoder import Decoder
 from nano.sampling.logprobs import gather_logprobs
 from nano.sampling.sampler import RowSamples, Sampler, accept, concatenate

@@ -20,6 +20,7 @@ from nano.outputs import FinishReason, RequestOutput
 from nano.sampling.sampler import Sampler
 from nano.serve.app import create_app
 from nano.serve.async_engine import AsyncEngine
+from nano.serve.options import ServerOptions
 from tests.engine.naive import NaiveEngine
 from tests.engine.test_invisibility import assert_same, assert_same_completion
 from tests.sampling.rows import make_rows
@@ -291,7 +292,9 @@ class Http:
             Tokenizer.from_folder(target),
             num_kv_slots=self.core.ready.num_kv_slots,
         )
-        self.app = create_app(AsyncEngine(self.core, inputs), ["tiny"])
+        self.app = create_app(
+            AsyncEngine(self.core, inputs), ServerOptions(served_model_name=("tiny",))
+        )
 
     def post(self, **fields):
         with TestClient(self.app) as http:

@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from nano.batch.input_batch import LogitsRows
-from nano.batch.request_states import RequestStates
+from nano.model_input.input_batch import LogitsRows
+from nano.model_input.request_states import RequestStates
 from nano.sampling_params import SamplingParams
 from nano.step import NewRequest, StepPlan
 

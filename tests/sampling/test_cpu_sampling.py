@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from nano.batch.input_batch import LogitsRows
-from nano.batch.request_states import RequestStates
+from nano.model_input.input_batch import LogitsRows
+from nano.model_input.request_states import RequestStates
 from nano.native.build import load_threads
 from nano.sampling.backend import NO_TOKEN
 from nano.sampling.cpu_backend import CpuSampling

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from nano import EngineConfig, LogitsProcessor, SamplingParams
-from nano.batch.input_batch import LogitsRows
-from nano.batch.request_states import RequestStates
 from nano.errors import ConfigError
+from nano.model_input.input_batch import LogitsRows
+from nano.model_input.request_states import RequestStates
 from nano.sampling.backend import NO_TOKEN
 from nano.sampling.logits import edit_logits
 from nano.sampling.logits_processor import LogitsProcessors

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from nano.batch.input_batch import LogitsRows
+from nano.model_input.input_batch import LogitsRows
 from nano.sampling.backend import SamplingBackend
 from nano.sampling.sampler import Sampler
 from nano.sampling.torch_backend import TorchSampling

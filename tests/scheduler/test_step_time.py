@@ -100,10 +100,11 @@ def run_guard(guard: SpeculationGuard, num_steps: int, gain: float, slowness: fl
     return let
 
 
-def test_drafts_that_win_are_interrupted_ever_more_rarely():
-    let = run_guard(SpeculationGuard(), 6000, gain=2, slowness=1.5)
-    assert 0 < let.count(False) < 0.003 * 6000
-    assert False not in let[600:2000]
+@pytest.mark.parametrize(("slowness", "gain"), [(1.5, 4 / 3), (1.8, 10 / 9), (1.0, 2.0)])
+def test_drafts_that_win_are_interrupted_the_more_rarely_the_more_they_win(slowness, gain):
+    let = run_guard(SpeculationGuard(), 6000, gain=2, slowness=slowness)
+    num_lost = let.count(False) * (gain - 1)  # steps' worth of tokens
+    assert 0 < num_lost < 0.005 * 6000
 
 
 def test_drafts_that_lose_are_paused_ever_longer():

@@ -15,6 +15,7 @@ from nano.engine.input_processor import InputProcessor
 from nano.engine.tokenizer import Tokenizer
 from nano.serve.app import create_app
 from nano.serve.async_engine import AsyncEngine
+from nano.serve.options import ServerOptions
 from tests.serve.drafting import ANSWER, DraftingClient
 
 TEXT = ANSWER[:20].decode()
@@ -39,7 +40,9 @@ def http(checkpoint: Path, core: DraftingClient) -> Iterator[TestClient]:
         num_kv_slots=core.ready.num_kv_slots,
         proposers=core.ready.proposers,
     )
-    with TestClient(create_app(AsyncEngine(core, input_processor), ["tiny"])) as http:
+    with TestClient(
+        create_app(AsyncEngine(core, input_processor), ServerOptions(served_model_name=("tiny",)))
+    ) as http:
         yield http
 
 

@@ -6,8 +6,8 @@ import pytest
 from nano.engine.tokenizer import Tokenizer
 from nano.errors import RequestFailed
 from nano.outputs import CompletionOutput, FinishReason, Logprob, PositionLogprobs, RequestOutput
-from nano.serve.responses import ChatReply, CompletionReply
-from nano.serve.schemas import ChatBody, CompletionBody
+from nano.serve.openai.replies import ChatReply, CompletionReply
+from nano.serve.openai.schemas import ChatBody, CompletionBody
 from tests.tiny import write_tokenizer
 
 HEAD = {"id": "x", "created": 0, "model": "m", "system_fingerprint": "f"}
@@ -79,7 +79,7 @@ def test_an_output_with_an_error_fails_the_call(tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestFailed, match="NaN logits"):
         CompletionReply(body, tokenizer, HEAD).whole([output(failed)])
     with pytest.raises(RequestFailed, match="NaN logits"):
-        list(CompletionReply(body, tokenizer, HEAD).chunks(0, output(failed)))
+        list(CompletionReply(body, tokenizer, HEAD).news(0, output(failed)))
 
 
 def test_a_bos_that_the_caller_did_not_write_takes_no_room(tokenizer: Tokenizer) -> None:

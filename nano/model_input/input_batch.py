@@ -10,8 +10,8 @@ import numpy as np
 from torch import Tensor
 
 from nano.attention.backend import AttentionMetadata
-from nano.batch.request_states import RequestStates
 from nano.device import Device
+from nano.model_input.request_states import RequestStates
 from nano.step import StepPlan
 
 

@@ -1,8 +1,8 @@
 """Response bodies of the OpenAI routes, whole and streamed, made from RequestOutputs."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from nano.engine.detokenizer import IncrementalDetokenizer
 from nano.engine.tokenizer import Tokenizer
@@ -15,23 +15,18 @@ from nano.outputs import (
     RequestOutput,
     SpeculationTrace,
 )
-from nano.serve.schemas import ChatBody, CompletionBody, GenerationBody
-from nano.serve.speculation import report_json, trace_json
-from nano.serve.usage import Usage
+from nano.serve.errors import describe
+from nano.serve.openai.schemas import ChatBody, CompletionBody, GenerationBody
+from nano.serve.openai.speculation import report_json, trace_json
+from nano.serve.openai.usage import Usage
+from nano.serve.reply import Event, Json, Reply
 from nano.speculation import SpeculationStats
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity; vLLM's stand-in
 
-Json = dict[str, Any]
 
-
-class Reply(ABC):
-    """The answer to one call, in the shape of its route.
-
-    Give it each output of the call in turn: `whole` takes all of a plain call, `chunks` each one
-    of a stream, `usage_chunk` ends a stream that asked for it. Raises `RequestFailed` for an
-    output that carries an error.
-    """
+class OpenAIReply(Reply):
+    """What the answers of chat and completions share."""
 
     object_name: ClassVar[str]
     chunk_name: ClassVar[str]
@@ -49,7 +44,6 @@ class Reply(ABC):
         self._head = head
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Json:
-        """The body of a call that is not streamed; `outputs` are finished, in prompt order."""
         choices = []
         for prompt_index, output in enumerate(outputs):
             self._take(output)
@@ -70,8 +64,20 @@ class Reply(ABC):
         self._add_prompt(reply, outputs)
         return {**reply, "usage": self.usage.to_json()}
 
-    def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[Json]:
-        """The chunks of a stream that `output`, which holds only news, gives rise to."""
+    def news(self, prompt_index: int, output: RequestOutput) -> Iterator[Event]:
+        for chunk in self._chunks(prompt_index, output):
+            yield Event(chunk)
+
+    def closing(self) -> Iterator[Event]:
+        if self._includes_usage:
+            head = {**self._head, "object": self.chunk_name}
+            yield Event({**head, "choices": [], "usage": self.usage.to_json()})
+        yield Event("[DONE]")
+
+    def failure(self, error: Exception) -> Iterator[Event]:
+        yield Event(describe(error)[1])
+
+    def _chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[Json]:
         self._take(output)
         for completion in output.outputs:
             index = prompt_index * self._n + completion.index
@@ -100,11 +106,6 @@ class Reply(ABC):
                 if self._shows_speculation and completion.speculative is not None:
                     end["speculative"] = report_json(completion.speculative)
                 yield self._chunk(index, {**end, "finish_reason": completion.finish_reason})
-
-    def usage_chunk(self) -> Json:
-        """The last chunk of a stream that asked for usage."""
-        head = {**self._head, "object": self.chunk_name}
-        return {**head, "choices": [], "usage": self.usage.to_json()}
 
     def _take(self, output: RequestOutput) -> None:
         for completion in output.outputs:
@@ -142,7 +143,7 @@ class Reply(ABC):
         """Log probabilities of new tokens of choice `index`."""
 
 
-class ChatReply(Reply):
+class ChatReply(OpenAIReply):
     """POST /v1/chat/completions."""
 
     object_name = "chat.completion"
@@ -192,7 +193,7 @@ class ChatReply(Reply):
         }
 
 
-class CompletionReply(Reply):
+class CompletionReply(OpenAIReply):
     """POST /v1/completions."""
 
     object_name = "text_completion"

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from nano.batch.input_batch import InputBatch, InputBatchBuilder
-from nano.batch.request_states import NO_LOGPROBS, RequestStates
 from nano.device import CpuDevice
+from nano.model_input.input_batch import InputBatch, InputBatchBuilder
+from nano.model_input.request_states import NO_LOGPROBS, RequestStates
 from nano.sampling_params import SamplingParams
 from nano.step import NewRequest, StepPlan
 

@@ -1,0 +1,52 @@
+"""Reply: the answer to one call in the shape of its API, whole or as server-sent events."""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nano.outputs import RequestOutput
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One server-sent event. A text as `data` is sent as it is."""
+
+    data: Json | str
+    name: str | None = None
+
+    def encode(self) -> str:
+        data = self.data
+        if not isinstance(data, str):
+            data = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return f"data: {data}\n\n" if self.name is None else f"event: {self.name}\ndata: {data}\n\n"
+
+
+class Reply(ABC):
+    """Give it each output of the call: `whole` takes all of a plain call; of a stream, `opening`
+    comes first, then `news` for each output, then `closing`, or `failure` if anything was raised.
+    `whole` and `news` raise `RequestFailed` for an output that carries an error.
+    """
+
+    @abstractmethod
+    def whole(self, outputs: Sequence[RequestOutput]) -> Json:
+        """The body of a call that is not streamed; `outputs` are finished, in prompt order."""
+
+    def opening(self) -> Iterator[Event]:
+        """What a stream begins with before anything is computed."""
+        return iter(())
+
+    @abstractmethod
+    def news(self, prompt_index: int, output: RequestOutput) -> Iterator[Event]:
+        """The events that `output`, which holds only what is new, gives rise to."""
+
+    @abstractmethod
+    def closing(self) -> Iterator[Event]:
+        """What ends a stream that went well."""
+
+    @abstractmethod
+    def failure(self, error: Exception) -> Iterator[Event]:
+        """What ends a stream that did not: the status line is gone, nothing else can tell."""
