@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from bench.step_time import median, parts, timed
-from nano.config import EngineConfig, resolve
+from nano.config import EngineConfig
 from nano.engine.core import EngineCore
 from nano.engine.messages import EngineRequest
 from nano.layers.packed_weight import PackedWeight
+from nano.resolve import resolve
 from nano.sampling_params import SamplingParams
 from nano.worker.executor import SingleProcessExecutor
 from nano.worker.model_runner import ModelRunner

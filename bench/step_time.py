@@ -16,8 +16,9 @@ import torch
 
 from bench.limits import Limits, measure
 from nano.attention.op import forward_context
-from nano.config import EngineConfig, resolve
+from nano.config import EngineConfig
 from nano.layers.packed_weight import PackedWeight
+from nano.resolve import resolve
 from nano.sampling_params import SamplingParams
 from nano.step import NewRequest, StepPlan
 from nano.worker.model_runner import ModelRunner

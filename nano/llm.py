@@ -14,7 +14,7 @@ from typing import Any, Literal, overload
 from tqdm.auto import tqdm
 
 from nano.checkpoint.hf_config import load_decoder_config
-from nano.config import EngineConfig, resolve
+from nano.config import EngineConfig
 from nano.engine.client import EngineClient, InProcessClient
 from nano.engine.core import build_core
 from nano.engine.input_processor import InputProcessor, PreparedRequest
@@ -35,6 +35,7 @@ from nano.prompts import (
     unpack,
     with_text_content,
 )
+from nano.resolve import resolve
 from nano.sampling_params import SamplingParams
 
 _RECV_SECONDS = 0.2  # longest wait for an engine process before Ctrl-C is heard

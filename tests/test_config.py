@@ -7,14 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from nano.config import (
-    ENGINE_ARGS,
-    EngineConfig,
-    add_engine_arguments,
-    config_from_arguments,
-    resolve,
-)
+from nano.config import ENGINE_ARGS, EngineConfig, add_engine_arguments, config_from_arguments
 from nano.errors import ConfigError
+from nano.resolve import resolve
 from tests.tiny import make_checkpoint
 
 

@@ -17,9 +17,10 @@ from pathlib import Path
 
 from nano.compile.request import CompileRequest
 from nano.compile.store import ArtifactStore
-from nano.config import EngineConfig, add_engine_arguments, config_from_arguments, resolve
+from nano.config import EngineConfig, add_engine_arguments, config_from_arguments
 from nano.errors import ConfigError, NanoError
 from nano.log import setup_logging
+from nano.resolve import resolve
 
 
 def main(argv: Sequence[str] | None = None) -> int:

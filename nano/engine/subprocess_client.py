@@ -86,7 +86,7 @@ class Watchdog:
 class SubprocessClient(EngineClient):
     """Starts a core, owns its process, and speaks to it. Thread-safe.
 
-    `config` is resolved (`nano.config.resolve`). The constructor returns when the model is loaded,
+    `config` is resolved (`nano.resolve`). The constructor returns when the model is loaded,
     or raises what went wrong there: `ConfigError`, `CheckpointError` or `EngineDead`. One I/O
     thread starts the process, owns the sockets and watches the process; callers leave messages
     with it and wait for its news. `close`, the end of the program, and its death by any signal all

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nano.checkpoint.hf_config import load_decoder_config
-from nano.config import EngineConfig, resolve
+from nano.config import EngineConfig
 from nano.engine.client import EngineClient
 from nano.engine.input_processor import InputProcessor, PreparedRequest
 from nano.engine.output_processor import OutputKind, OutputProcessor
@@ -22,6 +22,7 @@ from nano.engine.tokenizer import Tokenizer
 from nano.errors import EngineDead
 from nano.log import get_logger
 from nano.outputs import RequestOutput, TokenOutput
+from nano.resolve import resolve
 
 logger = get_logger(__name__)
 

@@ -6,11 +6,12 @@ from pathlib import Path
 from nano.attention.op import ForwardContext
 from nano.checkpoint.hf_config import load_decoder_config
 from nano.checkpoint.locate import locate_model
-from nano.config import EngineConfig, ModelOptions, resolve
+from nano.config import EngineConfig, ModelOptions
 from nano.errors import ConfigError
 from nano.kv_spec import LayerKVSpec
 from nano.log import get_logger
 from nano.model_input.input_batch import InputBatchBuilder
+from nano.resolve import resolve
 from nano.sampling.acceptance import make_rule
 from nano.sampling.sampler import Sampler
 from nano.spec.drafting_model import DraftingModel

@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nano.config import EngineConfig, resolve
+from nano.config import EngineConfig
 from nano.errors import CheckpointError, ConfigError
 from nano.layers.kernels import TorchKernels
 from nano.layers.linear import Linear
@@ -20,6 +20,7 @@ from nano.layers.row_kernels import RowKernels
 from nano.models.decoder import Decoder
 from nano.models.weights import storage_formats
 from nano.quant.schemes import quantize
+from nano.resolve import resolve
 from tests.checkpoint.gguf_files import source_checkpoint, write_gguf
 from tests.models.int4_files import awq_tensors, gptq_tensors, write_int4
 from tests.models.whole_prompt import decoder_logits, load, prompt, relative_error

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from nano import SamplingParams
-from nano.config import EngineConfig, resolve
+from nano.config import EngineConfig
+from nano.resolve import resolve
 from nano.step import NewRequest, StepPlan
 from nano.worker.worker import Worker
 

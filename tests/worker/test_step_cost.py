@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nano.config import EngineConfig, resolve
+from nano.config import EngineConfig
+from nano.resolve import resolve
 from nano.worker.step_cost import measure_step
 from nano.worker.worker import Worker
 from tests.tiny import make_checkpoint

@@ -9,8 +9,9 @@ import pytest
 from nano import LLM, SamplingParams
 from nano.attention.cpu_backend import CpuBackend
 from nano.attention.reference_backend import ReferenceBackend
-from nano.config import EngineConfig, resolve
+from nano.config import EngineConfig
 from nano.errors import ConfigError
+from nano.resolve import resolve
 from nano.worker import model_runner
 from nano.worker.worker import Worker, WorkerInfo, numerics_id
 from tests.tiny import make_checkpoint
