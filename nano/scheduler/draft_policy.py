@@ -12,21 +12,19 @@ measurements give the same decisions.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nano.scheduler.acceptance import Acceptance, DraftSlots
 from nano.scheduler.draft_candidate import DraftCandidate
+from nano.scheduler.draft_plan import DraftPlan, DraftStep, best_plan
 from nano.scheduler.model_trial import NUM_SETTLING_STEPS, NUM_TRIAL_STEPS, ModelTrial
 from nano.scheduler.step_time import SpeculationGuard, StepCosts, StepLoad, StepTiming
 from nano.speculation import ProposerInfo
 from nano.step import DraftRequest
 
 _WORTHWHILE = 1.01  # a choice beats none by this factor, or it is noise
-_MOST_PREFIXES = 64  # that are compared for one number of passes
 _SMOOTHING = 0.05  # gain of running means
 
 # Of steps in which a model waits, one in so many asks the proposers that guess from text first
@@ -34,31 +32,6 @@ _SMOOTHING = 0.05  # gain of running means
 _SECOND_CHANCE = 64
 _PATIENCE = 32  # steps with prompts
 _NUM_NEW = 2  # tokens to read that are due in any step
-
-
-@dataclass(slots=True)
-class _Plan:
-    """Drafts of one model for some candidates, and what they add to the next step."""
-
-    candidates: list[DraftCandidate]
-    lengths: NDArray[np.intp]  # of each, 0 for no drafts
-    is_text_first: NDArray[np.bool_]  # of each: the model is asked only where text has no guess
-    rate: float = 0.0  # tokens per second of the whole step
-    gain: float = 0.0  # tokens
-    num_drafts: float = 0.0
-    draft_seconds: float = 0.0
-
-
-@dataclass(slots=True)
-class _Step:
-    """The next step, as far as it is decided. Numbers are expected ones."""
-
-    load: StepLoad
-    gain: float = 0.0  # output tokens
-    num_drafts: float = 0.0
-    draft_seconds: float = 0.0
-    passes: dict[str, int] = field(default_factory=dict)  # of each model
-    trials: list[str] = field(default_factory=list)  # models of which these are all
 
 
 class DraftPolicy:
@@ -94,7 +67,7 @@ class DraftPolicy:
         # For requests with both kinds: how often text had a guess, and whose it was last.
         self._text_guesses: dict[str, tuple[float, str]] = {}
         self._awaited: list[str] = []  # such requests, asked last
-        self._next = _Step(StepLoad(0, 0))  # as last chosen
+        self._next = DraftStep(StepLoad(0, 0))  # as last chosen
         self._asks: dict[tuple[tuple[str, ...], int], tuple[DraftRequest, ...]] = {}
         self._num_steps = self._num_draft_steps = 0
         self._num_prompt_steps = 0  # that followed one another
@@ -118,7 +91,7 @@ class DraftPolicy:
         asks = {one.request_id: self._sure_asks(one) for one in candidates}
         has_prompts = load.num_tokens > load.num_outputs
         self._num_prompt_steps = self._num_prompt_steps + 1 if has_prompts else 0
-        self._next = _Step(load)
+        self._next = DraftStep(load)
         self._next.gain = load.num_outputs * (1 + self._text_accepted)
         self._next.num_drafts = load.num_outputs * self._text_verified
         if self._trials and not self._is_static and self._guard.lets_draft:
@@ -147,9 +120,9 @@ class DraftPolicy:
         survivals = self._acceptance.survivals(list(drafts), proposers, max(offered))
         slots = DraftSlots.sort(survivals, np.array(offered))
         # These are made and paid for; the next ones will cost as much, which a step takes anyway.
-        step = _Step(load, draft_seconds=self._next.draft_seconds)
+        step = DraftStep(load, draft_seconds=self._next.draft_seconds)
         gains = np.concatenate([[0.0], np.cumsum(slots.survivals)])
-        rates = self._rates(step, load.num_outputs + gains, np.arange(len(gains)))
+        rates = step.rates(self._costs, load.num_outputs + gains, np.arange(len(gains)))
         best = int(np.argmax(rates))
         if rates[best] < _WORTHWHILE * rates[0]:
             best = 0
@@ -224,17 +197,6 @@ class DraftPolicy:
 
     # Details of choosing
 
-    def _rates(
-        self,
-        step: _Step,
-        tokens: float | NDArray[np.float64],
-        num_drafts: float | NDArray[Any],
-        draft_seconds: float | NDArray[np.float64] = 0.0,
-    ) -> NDArray[np.float64]:
-        """Tokens per second if `step` gives `tokens` from `num_drafts` drafts, and makes more."""
-        seconds = self._costs.step(step.load, num_drafts)
-        return tokens / (seconds + step.draft_seconds + draft_seconds)
-
     def _sure_asks(self, candidate: DraftCandidate) -> tuple[DraftRequest, ...]:
         """Those to ask in any case: the proposers from text; if static, all up to a model, behind
         which nobody gets a turn."""
@@ -264,7 +226,7 @@ class DraftPolicy:
             plans = {name: self._plan(name, unserved, asks) for name in left}
             name = max(plans, key=lambda one: plans[one].rate)
             plan = plans[name]
-            without = float(self._rates(step, step.gain, step.num_drafts))
+            without = float(step.rates(self._costs, step.gain, step.num_drafts))
             if not self._repays_reading(name, plan, without):
                 read = [one for one in unserved if one.num_unread.get(name, 0) <= _NUM_NEW]
                 plan = self._plan(name, read, asks)
@@ -287,7 +249,7 @@ class DraftPolicy:
         for name in models:
             self._try(name, [one for one in candidates if name in one.proposers], asks)
 
-    def _repays_reading(self, name: str, plan: _Plan, without: float) -> bool:
+    def _repays_reading(self, name: str, plan: DraftPlan, without: float) -> bool:
         """Whether the requests of `plan` that model `name` must read first will save that time.
 
         While prompts come in, nobody knows how many will share a step: it waits for that, but not
@@ -314,45 +276,27 @@ class DraftPolicy:
         name: str,
         candidates: Sequence[DraftCandidate],
         asks: Mapping[str, tuple[DraftRequest, ...]],
-    ) -> _Plan:
-        """The drafts of model `name` that give the most beside what is decided.
-
-        For each number of passes, (request, position) slots within it are taken in falling order
-        of survival, and the best prefix wins.
-        """
+    ) -> DraftPlan:
+        """The drafts of model `name` that give the most beside what is decided."""
         members = [one for one in candidates if name in one.proposers]
+        if not members:
+            return DraftPlan.empty(members)
         ids = [one.request_id for one in members]
         most = self._proposers[name].num_tokens
         caps = np.array([min(one.max_tokens, most) for one in members], np.intp)
-        best = _Plan(members, np.zeros_like(caps), np.zeros(len(members), np.bool_))
-        if not members:
-            return best
         survivals = self._acceptance.survivals(ids, [name] * len(ids), int(caps.max()))
-        best.is_text_first = self._is_text_first(name, members, survivals, asks)
+        is_text_first = self._is_text_first(name, members, survivals, asks)
         guesses = np.array([self._text_guesses.get(one, (0.0, ""))[0] for one in ids])
-        need = np.where(best.is_text_first, 1 - guesses, 1.0)
-        step, all_slots = self._next, DraftSlots.sort(survivals, caps)
-        for num_passes in range(1, int(caps.max()) + 1):
-            slots = all_slots.within(num_passes)
-            weights = need[slots.rows]
-            ends = np.arange(len(weights))
-            if len(ends) > _MOST_PREFIXES:
-                ends = np.linspace(0, len(weights) - 1, _MOST_PREFIXES).astype(np.intp)
-            gains = np.cumsum(weights * slots.survivals)[ends]
-            num_drafts = np.cumsum(weights)[ends]
-            in_pass = slots.positions[:, None] == np.arange(num_passes)
-            num_runs = np.cumsum(in_pass * weights[:, None], axis=0)[ends]  # [prefixes, passes]
-            draft_seconds = self._costs.passes(name, num_runs).sum(axis=1)
-            rates = self._rates(
-                step, step.gain + gains, step.num_drafts + num_drafts, draft_seconds
-            )
-            end = int(np.argmax(rates))
-            if rates[end] > best.rate:
-                best.lengths = slots.lengths(int(ends[end]) + 1)
-                best.rate, best.gain = float(rates[end]), float(gains[end])
-                best.num_drafts = float(num_drafts[end])
-                best.draft_seconds = float(draft_seconds[end])
-        return best
+        plan = best_plan(
+            self._next,
+            self._costs,
+            name,
+            members,
+            DraftSlots.sort(survivals, caps),
+            np.where(is_text_first, 1 - guesses, 1.0),
+        )
+        plan.is_text_first = is_text_first
+        return plan
 
     def _is_text_first(
         self,
