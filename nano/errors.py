@@ -30,5 +30,16 @@ class RequestFailed(NanoError, RuntimeError):
     """An accepted request ended with an error of the engine (NaN logits, a dead core)."""
 
 
-class EngineDead(NanoError, RuntimeError):
-    """The engine core has stopped; nothing more will be answered."""
+class EngineUnavailable(NanoError, RuntimeError):
+    """There is no answer now. `code` is a word for why, for an error body."""
+
+    def __init__(self, message: str, code: str = "engine_unavailable"):
+        super().__init__(message)
+        self.code = code
+
+
+class EngineDead(EngineUnavailable):
+    """The engine core has stopped; nothing more will be answered by it."""
+
+    def __init__(self, message: str):
+        super().__init__(message, "engine_dead")

@@ -17,13 +17,19 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens, or the end of the context or of the KV cache
     ABORT = "abort"  # the caller went away
     ERROR = "error"  # this request failed; `error` says why
+    TIMEOUT = "timeout"  # its deadline passed
+    QUEUE_TIMEOUT = "queue_timeout"  # its deadline passed before any of it was computed
+
+
+LATE = (FinishReason.TIMEOUT, FinishReason.QUEUE_TIMEOUT)
 
 
 @dataclass(slots=True)
 class TokenOutput:
     """The core's news of one request after a step; the front end makes text of it.
 
-    Exactly one TokenOutput of each request has a finish_reason.
+    Exactly one TokenOutput of each request has a finish_reason. A prompt that takes several steps
+    is news when the first of them is done: there are no tokens yet.
     """
 
     request_id: str
@@ -32,7 +38,7 @@ class TokenOutput:
     stop_token_id: int | None = None  # the stop_token_ids entry that ended it; None for EOS
     logprobs: TokenLogprobs | None = None  # of new_token_ids
     prompt_logprobs: TokenLogprobs | None = None  # further prompt tokens, from the second on
-    num_cached_tokens: int | None = None  # set in the first output
+    num_cached_tokens: int | None = None  # set until the first token: it may grow with each chunk
     first_scheduled_time: float | None = None  # set in the first output; time.monotonic()
     error: str | None = None  # with finish_reason "error"
     draft: DraftRecord | None = None  # the step's, if the request traces them
@@ -115,6 +121,12 @@ class SpeculationTrace:
     steps: list[int] = field(default_factory=list)
     rejected: list[RejectedDraft] = field(default_factory=list)
 
+    def append(self, later: "SpeculationTrace") -> None:
+        """Add the trace of the tokens that follow."""
+        self.sources += later.sources
+        self.steps += later.steps
+        self.rejected += later.rejected
+
     def add(self, num_tokens: int, position: int, record: DraftRecord) -> None:
         """Add the first `num_tokens` tokens of one step, which the output has from `position` on.
 
@@ -163,6 +175,21 @@ class CompletionOutput:
     def is_finished(self) -> bool:
         return self.finish_reason is not None
 
+    def append(self, later: "CompletionOutput") -> None:
+        """Add what is new since: both then read as one output, as if nobody had looked between."""
+        self.text += later.text
+        self.token_ids += later.token_ids
+        if self.logprobs is not None and later.logprobs is not None:
+            self.logprobs += later.logprobs
+        if self.speculative_trace is not None and later.speculative_trace is not None:
+            self.speculative_trace.append(later.speculative_trace)
+        for name in _LATEST:
+            setattr(self, name, getattr(later, name))
+
+
+# What a completion's outputs tell of the whole of it: the latest one holds.
+_LATEST = ("cumulative_logprob", "finish_reason", "stop_reason", "seed", "error", "speculative")
+
 
 @dataclass(slots=True)
 class RequestMetrics:
@@ -203,3 +230,17 @@ class RequestOutput:
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     num_cached_tokens: int | None = None
     metrics: RequestMetrics | None = None
+
+    def append(self, later: "RequestOutput") -> None:
+        """Add the next output of the same request, of those that hold only what is new."""
+        completions = {completion.index: completion for completion in self.outputs}
+        for completion in later.outputs:
+            earlier = completions.get(completion.index)
+            if earlier is None:
+                self.outputs.append(completion)
+            else:
+                earlier.append(completion)
+        self.finished = later.finished
+        self.prompt_logprobs = later.prompt_logprobs
+        self.num_cached_tokens = later.num_cached_tokens
+        self.metrics = later.metrics

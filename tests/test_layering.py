@@ -73,6 +73,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "generate": {"llm"},
     "verify": {"llm"},
     "serve": {"engine"},
+    "batch": {"serve"},
 }
 # A leaf may read these leaves only: the records stay free of files and options.
 LEAF_MAY_IMPORT: dict[str, set[str]] = {
@@ -97,7 +98,7 @@ ONLY_FROM: dict[str, set[str]] = {
     "nano.attention.reference_backend": {"attention.select"},
     "nano.attention.select": {"worker.loaded_model"},
 }
-TORCH_FREE = LEAVES | {"prompts", "kv_cache", "scheduler", "engine", "serve"}
+TORCH_FREE = LEAVES | {"prompts", "kv_cache", "scheduler", "engine", "serve", "batch"}
 TORCH_CUDA_FILES = {
     "device.py",
     "compile/cuda_graph.py",
@@ -198,7 +199,8 @@ def test_the_control_plane_and_front_ends_never_name_torch(path: Path):
 def test_importing_the_control_plane_and_the_server_leaves_torch_out():
     program = (
         "import sys, nano, nano.scheduler.scheduler, nano.kv_cache.kv_cache_manager, "
-        "nano.engine.core, nano.engine.process, nano.engine.subprocess_client, nano.serve.app; "
+        "nano.engine.core, nano.engine.process, nano.engine.subprocess_client, "
+        "nano.serve.app, nano.batch.batch; "
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
     done = subprocess.run(

@@ -1,11 +1,13 @@
 """ChatTemplates: conversations rendered to prompt text, as transformers renders them. Torch-free.
 
 A template is a program from a checkpoint or a request, so it runs in Jinja's sandbox and whatever
-it raises is the request's error, in the template's own words.
+it raises is the request's error, in the template's own words. What it would leave out of the prompt
+without a word is refused here: variables that it does not read, tool calls that it does not render.
 """
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -14,7 +16,16 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from nano.errors import InvalidRequest
+from nano.errors import ConfigError, InvalidRequest
+
+# Marks the end of the message that is to be continued: not characters, so in nobody's text.
+_OPEN_END = "\ufdd0\ufdd1\ufdd0"
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    template: Template
+    words: frozenset[str]  # the names, attributes and string constants in it
 
 
 class ChatTemplates:
@@ -25,7 +36,7 @@ class ChatTemplates:
         self._templates = dict(templates)
         self._special_tokens = dict(special_tokens)
         self._environment = _environment()
-        self._compiled: dict[str, Template] = {}
+        self._compiled: dict[str, _Compiled] = {}
 
     def render(
         self,
@@ -33,11 +44,22 @@ class ChatTemplates:
         add_generation_prompt: bool,
         template: str | None,
         variables: Mapping[str, Any],
+        continue_final_message: bool = False,
     ) -> str:
         """The prompt text. `template` is a name or Jinja text; None is the model's own."""
         chosen = self._choose(template, has_tools=bool(variables.get("tools")))
         try:
-            return self._compile(chosen).render(
+            compiled = self._compile(chosen)
+        except Exception as error:
+            raise InvalidRequest(f"chat template: {error}", "chat_template") from error
+        for name in variables:
+            if name not in compiled.words:
+                raise InvalidRequest(f"chat template: nothing in it reads {name!r}", name)
+        messages = [_known_to(compiled, message) for message in messages]
+        if continue_final_message:
+            messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{_OPEN_END}"}
+        try:
+            text = compiled.template.render(
                 **{
                     **self._special_tokens,
                     "tools": None,
@@ -49,6 +71,16 @@ class ChatTemplates:
             )
         except Exception as error:
             raise InvalidRequest(f"chat template: {error}", "messages") from error
+        if not continue_final_message:
+            return text
+        open_text, end, _ = text.rpartition(_OPEN_END)
+        if not end:
+            raise InvalidRequest(
+                "chat template: it leaves out the end of the final message, which cannot be "
+                "continued then",
+                "continue_final_message",
+            )
+        return open_text
 
     def _choose(self, template: str | None, has_tools: bool) -> str:
         if template is not None:
@@ -63,18 +95,44 @@ class ChatTemplates:
                 f"the model has no default chat template; name one of: {names}", "chat_template"
             )
         raise InvalidRequest(
-            "the model has no chat template; pass chat_template (Jinja text), put one into its "
-            "tokenizer_config.json or chat_template.jinja, or send a plain prompt",
+            "the model has no chat template; pass chat_template (the server's --chat-template: "
+            "Jinja text or a file of it), put one into its tokenizer_config.json or "
+            "chat_template.jinja, or send a plain prompt",
             "chat_template",
         )
 
-    def _compile(self, text: str) -> Template:
+    def _compile(self, text: str) -> _Compiled:
         compiled = self._compiled.get(text)
         if compiled is None:
-            compiled = self._environment.from_string(text)
+            words = _words(self._environment.parse(text))
+            compiled = _Compiled(self._environment.from_string(text), words)
             if text in self._templates.values():  # a request's own template is not kept
                 self._compiled[text] = compiled
         return compiled
+
+
+def check_template(text: str) -> None:
+    """Raises `ConfigError` for what is no template."""
+    try:
+        _environment().from_string(text)
+    except TemplateError as error:
+        raise ConfigError(f"chat_template is no Jinja template: {error}") from error
+
+
+def _words(tree: nodes.Template) -> frozenset[str]:
+    names = {node.name for node in tree.find_all(nodes.Name)}
+    attributes = {node.attr for node in tree.find_all(nodes.Getattr)}
+    constants = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    return frozenset(names | attributes | constants)
+
+
+def _known_to(compiled: _Compiled, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`message` for a template that may not know developers or tool calls."""
+    if message.get("tool_calls") and "tool_calls" not in compiled.words:
+        raise InvalidRequest("chat template: it does not render tool_calls", "messages")
+    if message.get("role") == "developer" and "developer" not in compiled.words:
+        return {**message, "role": "system"}  # its older name
+    return message
 
 
 class _GenerationTag(Extension):

@@ -9,10 +9,12 @@ from typing import Literal, Protocol
 
 from nano.config import EngineConfig
 from nano.engine.messages import EngineReady, EngineRequest
+from nano.engine.step_counts import StepCounts
 from nano.errors import InvalidRequest
 from nano.kv_cache.kv_cache_manager import KVCacheManager
 from nano.kv_spec import KVCacheConfig
 from nano.outputs import FinishReason, TokenOutput
+from nano.scheduler.deadlines import Deadlines
 from nano.scheduler.draft_planner import DraftPlanner
 from nano.scheduler.draft_policy import DraftPolicy
 from nano.scheduler.request import Request
@@ -93,7 +95,8 @@ class EngineCore:
             costly_context=info.costly_context,
             drafts=self._drafts,
         )
-        self._num_steps = 0
+        self._deadlines = Deadlines()
+        self._counts = StepCounts()
         self.step_seconds = info.step_seconds  # predicted for a full step
         self.ready = EngineReady(
             max_model_len=config.model.max_model_len,
@@ -103,6 +106,7 @@ class EngineCore:
             numerics_id=info.numerics_id,
             proposers=info.proposers,
             is_exact=info.is_exact,
+            max_num_requests=info.max_num_requests,
         )
 
     @property
@@ -111,23 +115,25 @@ class EngineCore:
 
     def add(self, request: EngineRequest) -> TokenOutput | None:
         """Queue a request. One that can never run is refused: the result says why."""
+        queued = Request(
+            request.request_id,
+            request.prompt_token_ids,
+            request.sampling_params,
+            eos_token_ids=request.eos_token_ids,
+            bad_words_token_ids=request.bad_words_token_ids,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            speculation=request.speculation,
+            prediction_token_ids=request.prediction_token_ids,
+            traces_drafts=request.traces_drafts,
+            deadline=request.deadline,
+            queue_deadline=request.queue_deadline,
+        )
         try:
-            self._scheduler.add(
-                Request(
-                    request.request_id,
-                    request.prompt_token_ids,
-                    request.sampling_params,
-                    eos_token_ids=request.eos_token_ids,
-                    bad_words_token_ids=request.bad_words_token_ids,
-                    priority=request.priority,
-                    cache_salt=request.cache_salt,
-                    speculation=request.speculation,
-                    prediction_token_ids=request.prediction_token_ids,
-                    traces_drafts=request.traces_drafts,
-                )
-            )
+            self._scheduler.add(queued)
         except InvalidRequest as error:
             return TokenOutput(request.request_id, [], FinishReason.ERROR, error=str(error))
+        self._deadlines.watch(queued)
         return None
 
     def abort(self, request_ids: Sequence[str]) -> list[TokenOutput]:
@@ -135,18 +141,21 @@ class EngineCore:
         return self._scheduler.abort(request_ids)
 
     def step(self) -> list[TokenOutput]:
-        """Compute some tokens of some requests; what is new about them."""
+        """End who is late, compute some tokens of some requests; what is new about them."""
         began = time.monotonic()
+        late: list[TokenOutput] = []
+        for reason, request_ids in self._deadlines.due(began).items():
+            late += self._scheduler.abort(request_ids, reason)
         plan = self._scheduler.schedule(began)
         if plan.is_empty:
-            return []
+            return late
         started = time.monotonic()
         output = self._executor.execute(plan)
         executed = time.monotonic() - started
-        self._num_steps += 1
         news = self._scheduler.update_from_output(plan, output)
+        self._counts.add(plan, news)
         self._drafts.observe_step(plan, output, executed, time.monotonic() - began - executed)
-        return news
+        return late + news if late else news
 
     def idle(self) -> None:
         """To be called now and then while there is no work: the worker may have some of its own."""
@@ -170,7 +179,7 @@ class EngineCore:
                     "num_preemptions": stats.num_preemptions,
                     "num_prefix_query_tokens": stats.num_prefix_query_tokens,
                     "num_prefix_hit_tokens": stats.num_prefix_hit_tokens,
-                    "num_steps": self._num_steps,
+                    **self._counts.counters(),
                     **self._drafts.stats.counters(),
                     **self._drafts.policy.report(),
                 }

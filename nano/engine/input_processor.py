@@ -11,7 +11,7 @@ import itertools
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from nano.checkpoint.hf_config import DecoderConfig
 from nano.config import EngineConfig, load_class
@@ -43,6 +43,7 @@ class PreparedRequest:
     children: list[EngineRequest]
     speculative: SpeculationReport | None = None
     shows_trace: bool = False  # of speculation
+    stream_interval: int = 1  # new tokens of a completion per output, after the first
 
 
 class InputProcessor:
@@ -83,8 +84,8 @@ class InputProcessor:
                 f"the model's generation_config.json: {error}; pass generation_config='vllm' to "
                 "ignore it"
             ) from error
-        self._policy = config.scheduler.policy
-        self._max_logprobs = config.model.max_logprobs
+        self.policy = config.scheduler.policy
+        self.max_logprobs = config.model.max_logprobs
         self._logits_processors = [load_class(named) for named in config.model.logits_processors]
         self._engine_seed = config.model.seed
         self._draws_random_seeds = draws_random_seeds
@@ -93,6 +94,11 @@ class InputProcessor:
         if tokenizer.eos_token_id is not None:
             eos.append(tokenizer.eos_token_id)
         self.eos_token_ids = tuple(i for i in dict.fromkeys(eos) if i < self.vocab_size)
+
+    @property
+    def _num_slots(self) -> int:
+        """Tokens that prompt and answer may have together."""
+        return min(self.max_model_len, self.num_kv_slots)
 
     def default_sampling_params(self, **given: Any) -> SamplingParams:
         """The model's own sampling defaults (generation_config.json) under what is `given`."""
@@ -109,16 +115,21 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str | None = None,
         add_special_tokens: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        truncation_side: Literal["left", "right"] | None = None,
         speculative: object = None,
         prediction: str | Sequence[int] | None = None,
         speculative_trace: bool = False,
+        stream_interval: int = 1,
     ) -> PreparedRequest:
         """Check everything and build the engine requests. Raises `InvalidRequest`.
 
         `arrival_time` is time.monotonic(). `add_special_tokens` is False for a text that a chat
-        template rendered. `speculative` is what `RequestSpeculation.parse` takes. `prediction` is
-        what the caller thinks will come, a text or token ids; "" or [] is none, and whatever is
-        beyond `max_model_len` tokens is dropped, since it cannot come.
+        template rendered. `truncate_prompt_tokens` is the most that are kept of the prompt, -1 as
+        many as fit; `truncation_side` is where the others go, "left" by default. `speculative` is
+        what `RequestSpeculation.parse` takes. `prediction` is what the caller thinks will come, a
+        text or token ids; "" or [] is none, and whatever is beyond `max_model_len` tokens is
+        dropped, since it cannot come.
         """
         params = self.default_sampling_params() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
@@ -128,7 +139,15 @@ class InputProcessor:
             )
         self._check_priority(priority)
         _check_envelope(request_id, cache_salt, speculative_trace)
-        token_ids = self._prompt_token_ids(prompt, add_special_tokens)
+        if stream_interval < 1:
+            raise InvalidRequest(
+                f"stream_interval must be at least 1, got {stream_interval}", "stream_interval"
+            )
+        limit = self._most_prompt_tokens(truncate_prompt_tokens, truncation_side, params)
+        text, token_ids = self._tokenize(
+            prompt, add_special_tokens, limit, truncation_side or "left"
+        )
+        self._check_prompt(token_ids)
         self._check_params(params)
         params = self._resolve(params, len(token_ids))
         bad_words_token_ids = self._bad_words_token_ids(params.bad_words)
@@ -156,13 +175,14 @@ class InputProcessor:
         ]
         return PreparedRequest(
             request_id,
-            prompt if isinstance(prompt, str) else None,
+            text,
             token_ids,
             params,
             arrival_time,
             children,
             speculative=in_force if self.proposers or is_asked else None,
             shows_trace=speculative_trace,
+            stream_interval=stream_interval,
         )
 
     def _check_priority(self, priority: int) -> None:
@@ -171,18 +191,58 @@ class InputProcessor:
                 f"priority must be an integer in [-{MAX_INT32}, {MAX_INT32}], got {priority!r}",
                 "priority",
             )
-        if priority and self._policy != "priority":
+        if priority and self.policy != "priority":
             raise InvalidRequest(
-                f"priority is {priority}, but the engine's scheduling_policy is {self._policy!r}, "
+                f"priority is {priority}, but the engine's scheduling_policy is {self.policy!r}, "
                 "which serves all alike; only 0 is allowed",
                 "priority",
             )
 
-    def _prompt_token_ids(self, prompt: str | Sequence[int], add_special_tokens: bool) -> list[int]:
-        if isinstance(prompt, str):
-            token_ids = self.tokenizer.encode(prompt, add_special_tokens)
-        else:
+    def _most_prompt_tokens(
+        self, limit: int | None, side: str | None, params: SamplingParams
+    ) -> int | None:
+        """How many of the prompt's tokens are kept; None: all, or the request is refused."""
+        if limit is None:
+            if side is not None:
+                raise InvalidRequest(
+                    "truncation_side needs truncate_prompt_tokens", "truncation_side"
+                )
+            return None
+        if limit < -1 or limit == 0:
+            raise InvalidRequest(
+                f"truncate_prompt_tokens must be -1 or at least 1, got {limit}",
+                "truncate_prompt_tokens",
+            )
+        if limit > 0:
+            return limit
+        num_slots, num_reserved = self._num_slots, params.max_tokens or 1
+        if num_reserved >= num_slots:
+            raise InvalidRequest(
+                f"truncate_prompt_tokens is -1, but max_tokens ({num_reserved}) leaves no room for "
+                f"a prompt in {num_slots} tokens",
+                "truncate_prompt_tokens",
+            )
+        return num_slots - num_reserved
+
+    def _tokenize(
+        self,
+        prompt: str | Sequence[int],
+        add_special_tokens: bool,
+        limit: int | None,
+        side: Literal["left", "right"],
+    ) -> tuple[str | None, list[int]]:
+        """(the text if there was one, the token ids), both without what is beyond `limit`."""
+        if not isinstance(prompt, str):
             token_ids = _integers("prompt", prompt)
+            if limit is not None:
+                token_ids = token_ids[-limit:] if side == "left" else token_ids[:limit]
+            return None, token_ids
+        if limit is None:
+            return prompt, self.tokenizer.encode(prompt, add_special_tokens)
+        token_ids, is_cut = self.tokenizer.encode_truncated(prompt, limit, side, add_special_tokens)
+        return self.tokenizer.decode(token_ids) if is_cut else prompt, token_ids
+
+    def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:
             raise InvalidRequest("prompt must hold at least one token, got 0", "prompt")
         if len(token_ids) >= self.max_model_len:
@@ -199,10 +259,10 @@ class InputProcessor:
                 "prompt",
                 "context_length_exceeded",
             )
-        self._check_token_ids("prompt", token_ids)
-        return token_ids
+        self.check_token_ids("prompt", token_ids)
 
-    def _check_token_ids(self, name: str, token_ids: Iterable[int]) -> None:
+    def check_token_ids(self, name: str, token_ids: Iterable[int]) -> None:
+        """Raises `InvalidRequest` for one that is outside the vocabulary."""
         for token_id in token_ids:
             if not 0 <= token_id < self.vocab_size:
                 raise InvalidRequest(
@@ -210,9 +270,9 @@ class InputProcessor:
                 )
 
     def _check_params(self, params: SamplingParams) -> None:
-        self._check_token_ids("logit_bias", params.logit_bias or ())
-        self._check_token_ids("allowed_token_ids", params.allowed_token_ids or ())
-        self._check_token_ids("stop_token_ids", params.stop_token_ids)
+        self.check_token_ids("logit_bias", params.logit_bias or ())
+        self.check_token_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self.check_token_ids("stop_token_ids", params.stop_token_ids)
         for name, count in (
             ("logprobs", params.logprobs),
             ("prompt_logprobs", params.prompt_logprobs),
@@ -239,15 +299,15 @@ class InputProcessor:
         if count is None:
             return
         if count == -1:
-            if self._max_logprobs != -1:
+            if self.max_logprobs != -1:
                 raise InvalidRequest(
                     f"{name} -1 (the whole vocabulary) exceeds the engine's max_logprobs "
-                    f"({self._max_logprobs})",
+                    f"({self.max_logprobs})",
                     name,
                 )
-        elif self._max_logprobs != -1 and count > self._max_logprobs:
+        elif self.max_logprobs != -1 and count > self.max_logprobs:
             raise InvalidRequest(
-                f"{name} must be at most the engine's max_logprobs ({self._max_logprobs}), "
+                f"{name} must be at most the engine's max_logprobs ({self.max_logprobs}), "
                 f"got {count}",
                 name,
             )
@@ -259,7 +319,7 @@ class InputProcessor:
 
     def _resolve(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         """Fill in `max_tokens` and `seed`."""
-        room = min(self.max_model_len, self.num_kv_slots) - num_prompt_tokens
+        room = self._num_slots - num_prompt_tokens
         if params.min_tokens > room:
             raise InvalidRequest(
                 f"min_tokens is {params.min_tokens}; a prompt of {num_prompt_tokens} tokens leaves "
@@ -290,7 +350,7 @@ class InputProcessor:
                 if token_ids:
                     sequences[token_ids] = None
         for token_ids in sequences:
-            self._check_token_ids("bad_words", token_ids)
+            self.check_token_ids("bad_words", token_ids)
         return tuple(sequences)
 
     def _prediction_token_ids(self, prediction: str | Sequence[int] | None) -> tuple[int, ...]:
@@ -302,7 +362,7 @@ class InputProcessor:
         else:
             token_ids = _integers("prediction", prediction)
         token_ids = token_ids[: self.max_model_len]
-        self._check_token_ids("prediction", token_ids)
+        self.check_token_ids("prediction", token_ids)
         return tuple(token_ids)
 
     def _in_force(self, wishes: RequestSpeculation, has_prediction: bool) -> SpeculationReport:

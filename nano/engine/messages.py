@@ -23,6 +23,10 @@ class EngineRequest:
     speculation: RequestSpeculation = field(default_factory=RequestSpeculation)
     prediction_token_ids: tuple[int, ...] = ()  # what the caller thinks will come
     traces_drafts: bool = False  # each step's drafts are wanted in its TokenOutput
+    # time.monotonic() seconds, the same clock in every process of a machine. Past them the core
+    # ends the request: when it must have ended, and when a token of it must have been computed.
+    deadline: float | None = None
+    queue_deadline: float | None = None
 
 
 @dataclass(slots=True)
@@ -65,6 +69,7 @@ class EngineReady:
     numerics_id: str
     proposers: tuple[ProposerInfo, ...] = ()  # in the order of preference
     is_exact: bool = False  # no bit of a request's results depends on what it is computed with
+    max_num_requests: int = 256  # most requests running at once
 
     @property
     def num_kv_slots(self) -> int:

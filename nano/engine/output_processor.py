@@ -16,9 +16,11 @@ from enum import Enum
 from nano.engine.detokenizer import IncrementalDetokenizer
 from nano.engine.input_processor import PreparedRequest
 from nano.engine.stop_strings import StopChecker, StopMatch
+from nano.engine.timeline import RequestObserver, Timeline
 from nano.engine.tokenizer import Tokenizer
 from nano.errors import InvalidRequest
 from nano.outputs import (
+    LATE,
     CompletionOutput,
     FinishReason,
     Logprob,
@@ -57,6 +59,7 @@ class OutputProcessor:
     """
 
     def __init__(self, tokenizer: Tokenizer):
+        self.observers: list[RequestObserver] = []  # told of every completion
         self._tokenizer = tokenizer
         self._requests: dict[str, _Request] = {}
         self._completions: dict[str, tuple[_Request, _Completion]] = {}  # by child id, unfinished
@@ -79,6 +82,8 @@ class OutputProcessor:
         self._requests[prepared.request_id] = request
         for child_id, completion in zip(child_ids, request.completions):
             self._completions[child_id] = (request, completion)
+            for observer in self.observers:
+                observer.entered(completion.timeline)
 
     def process(self, outputs: Sequence[TokenOutput], now: float) -> ProcessedOutputs:
         """Take one step's news. `abort_ids` met their stop string while the core goes on."""
@@ -89,13 +94,19 @@ class OutputProcessor:
             if known is None:
                 continue
             request, completion = known
-            completion.take(output)
+            num_tokens = completion.take(output)
             request.note(completion, output, now)
             touched[request.request_id] = request
+            if self.observers:
+                completion.timeline.note(output, num_tokens, now, self.observers)
             if completion.finish_reason is not None:
                 del self._completions[output.request_id]
+                self._ended(completion, now)
                 if output.finish_reason is None:
                     processed.abort_ids.append(output.request_id)
+                elif output.finish_reason in LATE:
+                    # The caller will be told that all of it is too late: the rest has no purpose.
+                    processed.abort_ids += self._end(request, output.finish_reason, None, now)
         for request in touched.values():
             self._emit(request, now, processed)
         return processed
@@ -105,7 +116,7 @@ class OutputProcessor:
         processed = ProcessedOutputs()
         request = self._requests.get(request_id)
         if request is not None:
-            processed.abort_ids = self._end(request, FinishReason.ABORT, None)
+            processed.abort_ids = self._end(request, FinishReason.ABORT, None, now)
             self._emit(request, now, processed)
         return processed
 
@@ -113,17 +124,26 @@ class OutputProcessor:
         """End every request with `error`: the core is dead."""
         processed = ProcessedOutputs()
         for request in list(self._requests.values()):
-            self._end(request, FinishReason.ERROR, error)
+            self._end(request, FinishReason.ERROR, error, now)
             self._emit(request, now, processed)
         return processed.request_outputs
 
-    def _end(self, request: "_Request", reason: FinishReason, error: str | None) -> list[str]:
+    def _end(
+        self, request: "_Request", reason: FinishReason, error: str | None, now: float
+    ) -> list[str]:
         """Finish the completions still open; returns their engine request ids."""
         open_ids = [child_id for child_id in request.child_ids if child_id in self._completions]
         for child_id in open_ids:
             _, completion = self._completions.pop(child_id)
             completion.finish(reason, error=error)
+            self._ended(completion, now)
         return open_ids
+
+    def _ended(self, completion: "_Completion", now: float) -> None:
+        timeline = completion.timeline
+        timeline.finished_time, timeline.finish_reason = now, completion.finish_reason
+        for observer in self.observers:
+            observer.ended(timeline)
 
     def _emit(self, request: "_Request", now: float, processed: ProcessedOutputs) -> None:
         output = request.output(now)
@@ -204,9 +224,16 @@ class _Completion:
         child = prepared.children[index]
         params = child.sampling_params
         self.index = index
+        self.timeline = Timeline(
+            num_prompt_tokens=len(child.prompt_token_ids),
+            max_tokens=params.max_tokens,
+            arrival_time=child.arrival_time,
+        )
         self.finish_reason: FinishReason | None = None
         self.has_news = False
         self._keeps_all = keeps_all
+        self._stream_interval = prepared.stream_interval
+        self._news_size = 1  # tokens that are worth an output; the first one is
         self._tokenizer = tokenizer
         self._seed = params.seed
         self._min_tokens = params.min_tokens
@@ -230,10 +257,12 @@ class _Completion:
             self._report = dataclasses.replace(self._report, stats=SpeculationStats())
         self._trace = SpeculationTrace() if prepared.shows_trace else None
 
-    def take(self, output: TokenOutput) -> None:
-        """Add the new tokens, up to the one that completes a stop string; perhaps finish."""
+    def take(self, output: TokenOutput) -> int:
+        """Add the new tokens, up to the one that completes a stop string; perhaps finish.
+
+        Returns how many were added.
+        """
         token_ids = output.new_token_ids
-        self.has_news = self.has_news or bool(token_ids)
         ends_in_stop_token = output.finish_reason is FinishReason.STOP
         num_visible = len(token_ids) - (1 if ends_in_stop_token and not self._shows_stop else 0)
         num_before, num_taken, match = self._num_tokens, len(token_ids), None
@@ -243,6 +272,8 @@ class _Completion:
                 num_taken = position + 1
                 break
         self._token_ids += token_ids[:num_taken]
+        if token_ids and len(self._token_ids) >= self._news_size:
+            self.has_news = True
         if self._logprobs is not None and output.logprobs is not None:
             self._add_logprobs(output.logprobs, num_taken)
         if num_taken:
@@ -253,6 +284,7 @@ class _Completion:
             self.finish(FinishReason.STOP, stop_reason=match.stop)
         elif output.finish_reason is not None:
             self.finish(output.finish_reason, output.stop_token_id, output.error)
+        return num_taken
 
     def _add_text(self, token_id: int) -> StopMatch | None:
         self._num_tokens += 1
@@ -316,6 +348,7 @@ class _Completion:
         if self._keeps_all:
             self._text = [output.text]
         else:
+            self._news_size = self._stream_interval
             self._text, self._token_ids = [], []
             self._logprobs = None if self._logprobs is None else []
             self._trace = None if self._trace is None else SpeculationTrace()

@@ -2,7 +2,9 @@
 
 One thread owns the core and a ROUTER socket on `DIR/core`; it answers each front end by its socket
 identity. A second thread publishes heartbeats on `DIR/heartbeat`. Stdin is a pipe from the process
-that started this one: its end is the order to leave, so no core outlives its parent.
+that started this one: its end is the order to leave, so no core outlives its parent. SIGTERM and
+SIGINT are not: whoever sends them to every process of a server wants the requests in flight to
+finish, and the one that started this core says when they have.
 
 A front end says `HELLO` when it connects (the answer is `EngineReady`, or `EngineFailure` if the
 model does not load) and `GOODBYE` when it leaves; all else is a message of `codec.py`. Requests of
@@ -49,6 +51,7 @@ INBOX_SECONDS = 0.1  # that reading messages may hold up those who wait for a st
 PARENT_GRACE_SECONDS = 5.0  # for a step in progress when the parent is gone
 FAILURE_GRACE_MS = 3000  # for a front end to connect and hear why loading failed
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
+LEAVE_SIGNAL = signal.SIGUSR1  # the order to leave, within this process
 
 
 class Heart(threading.Thread):
@@ -219,7 +222,7 @@ def serve_core(folder: str, load: Callable[[], EngineCore]) -> int:
             return 1
         heart = Heart(context, f"ipc://{folder}/heartbeat", core.step_seconds)
         server = CoreServer(core, router, heart)
-        _on_stop_signals(lambda: setattr(server, "is_stopping", True))
+        _on_order_to_leave(lambda: setattr(server, "is_stopping", True))
         heart.start()
         try:
             server.run()
@@ -244,10 +247,18 @@ def _refuse_front_ends(router: zmq.Socket[bytes], reason: str) -> None:
         wait_ms = 0
 
 
-def _on_stop_signals(stop: Callable[[], None]) -> None:
+def _on_order_to_leave(leave: Callable[[], None]) -> None:
     def handler(signum: int, frame: FrameType | None) -> None:
-        stop()
+        leave()
 
+    signal.signal(LEAVE_SIGNAL, handler)
+
+
+def _leave_stop_signals_to_parent() -> None:
+    def handler(signum: int, frame: FrameType | None) -> None:
+        logger.debug("signal %d is for the process that started this one", signum)
+
+    # Not SIG_IGN, which a compiler started from here would inherit.
     signal.signal(signal.SIGTERM, handler)
     signal.signal(signal.SIGINT, handler)
 
@@ -256,13 +267,13 @@ def _leave_with_parent(folder: str) -> None:
     """End this process when the one that started it ends, however that happens."""
     if sys.platform == "linux":
         # A fork of the parent may hold the pipe open after its death. The kernel watches the
-        # parent's *thread*; SubprocessClient starts us from one that lives as long as itself.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        # parent's *thread*; a client starts us from one that lives as long as itself.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, LEAVE_SIGNAL)
 
     def watch() -> None:
         while os.read(0, 4096):
             pass
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), LEAVE_SIGNAL)
         time.sleep(PARENT_GRACE_SECONDS)
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)  # a step that takes longer has nobody to compute for
@@ -281,13 +292,14 @@ def main(
     parser.add_argument("--log-level", default=None)
     args = parser.parse_args(argv)
     try:
-        _on_stop_signals(lambda: sys.exit(1))  # while loading, the folder is all there is to tidy
+        _leave_stop_signals_to_parent()
+        _on_order_to_leave(lambda: sys.exit(1))  # while loading, the folder is all there is to tidy
         _leave_with_parent(args.folder)  # whose order may come at once
         setup_logging("core", args.log_level)
         config = EngineConfig.from_sections(json.loads(args.config))
         return serve_core(args.folder, lambda: load(config))
     finally:
-        _on_stop_signals(lambda: None)  # leaving already; nothing may interrupt the tidying up
+        _on_order_to_leave(lambda: None)  # leaving already; nothing may interrupt the tidying up
         shutil.rmtree(args.folder, ignore_errors=True)  # the parent may be gone
 
 

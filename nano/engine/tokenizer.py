@@ -8,11 +8,11 @@ and can be done a token at a time (`detokenizer.py`) with the same result.
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import tokenizers
 
-from nano.engine.chat_template import ChatTemplates
+from nano.engine.chat_template import ChatTemplates, check_template
 from nano.errors import CheckpointError
 from nano.sampling_params import check_text
 
@@ -42,6 +42,7 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._chat_templates = ChatTemplates(chat_templates or {}, special_tokens or {})
+        self.template_names = tuple(chat_templates or ())
         tokens = special_tokens or {}
         self.bos_token_id: int | None = self._id_of(tokens.get("bos_token"))
         self.eos_token_id: int | None = self._id_of(tokens.get("eos_token"))
@@ -57,8 +58,13 @@ class Tokenizer:
         self._texts = _Memo(lambda token_id: self._bytes[token_id].decode("utf-8", "replace"))
 
     @classmethod
-    def from_folder(cls, folder: Path) -> "Tokenizer":
-        """Load a checkpoint's tokenizer. Raises `CheckpointError`."""
+    def from_folder(cls, folder: Path, chat_template: str | None = None) -> "Tokenizer":
+        """Load a checkpoint's tokenizer; `chat_template` (Jinja) replaces all that it brings.
+
+        Raises `CheckpointError`, and `ConfigError` if `chat_template` is no template.
+        """
+        if chat_template is not None:
+            check_template(chat_template)
         settings = _read_json(folder / "tokenizer_config.json")
         special_map = _read_json(folder / "special_tokens_map.json")
         special_tokens = {
@@ -67,7 +73,9 @@ class Tokenizer:
         return cls(
             _load_backend(folder),
             {role: text for role, text in special_tokens.items() if text is not None},
-            _read_chat_templates(folder, settings),
+            _read_chat_templates(folder, settings)
+            if chat_template is None
+            else {"default": chat_template},
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -76,11 +84,30 @@ class Tokenizer:
         `add_special_tokens` adds what the model expects around a plain text, usually BOS. A chat
         template writes BOS itself, so encode its text without.
         """
+        ids: list[int] = self._encoding(text, add_special_tokens).ids
+        return ids
+
+    def encode_truncated(
+        self, text: str, limit: int, side: Literal["left", "right"], add_special_tokens: bool = True
+    ) -> tuple[list[int], bool]:
+        """At most `limit` token ids of `text`, and whether any were dropped from its `side`.
+
+        What `add_special_tokens` adds around a text counts, and stays around what is left of it.
+        """
+        encoding = self._encoding(text, add_special_tokens=False)
+        num_added = self._backend.num_special_tokens_to_add(False) if add_special_tokens else 0
+        room = max(0, limit - num_added)
+        is_cut = len(encoding.ids) > room
+        if is_cut:
+            encoding.truncate(room, direction=side)
+        ids = self._backend.post_process(encoding, add_special_tokens=add_special_tokens).ids
+        return ids[:limit], is_cut
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> Any:
         check_text("prompt", text)
         # Unlike `encode`, a batch lets other threads run: megabytes of text take seconds.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        ids: list[int] = encoding.ids
-        return ids
+        return encoding
 
     def encode_fragment(self, text: str) -> list[int]:
         """Token ids of `text` as it stands inside a longer text: no dummy space in front of it."""
@@ -111,20 +138,29 @@ class Tokenizer:
         """`token_bytes` as text with its leading space; bytes that are no UTF-8 become U+FFFD."""
         return self._texts[token_id]
 
+    def vocabulary_entry(self, token_id: int) -> str:
+        """How the vocabulary itself writes `token_id`; "" for an id without a token."""
+        return self._backend.id_to_token(token_id) or ""
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         template: str | None = None,
+        continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
         """Render a conversation; encode the result with `add_special_tokens=False`.
 
-        `template` is Jinja text or the name of one of the model's templates. `kwargs` (`tools`,
-        `documents`, `enable_thinking`, ...) are variables of the template. Raises
-        `InvalidRequest`, with the template's own words if it refuses the conversation.
+        `template` is Jinja text or the name of one of the model's templates. With
+        `continue_final_message` the text ends where the last message's content does. `kwargs`
+        (`tools`, `documents`, `enable_thinking`, ...) are variables of the template, which must
+        read them. Raises `InvalidRequest`, with the template's own words if it refuses the
+        conversation.
         """
-        return self._chat_templates.render(messages, add_generation_prompt, template, kwargs)
+        return self._chat_templates.render(
+            messages, add_generation_prompt, template, kwargs, continue_final_message
+        )
 
     def _id_of(self, token: str | None) -> int | None:
         return None if token is None else self._backend.token_to_id(token)

@@ -25,7 +25,8 @@ class Request:
 
     Holds: 0 <= num_computed_tokens <= num_tokens <= max_num_tokens, and there are drafts only if
     all tokens but the newest are computed. The arguments are those of one prompt of the front
-    end, with n = 1; `max_tokens` None means the rest of the context.
+    end, with n = 1; `max_tokens` None means the rest of the context. `deadline` is when it must
+    have ended and `queue_deadline` when it must have begun, in seconds of the caller's clock.
     """
 
     __slots__ = (
@@ -33,6 +34,7 @@ class Request:
         "bad_words_token_ids",
         "block_hashes",
         "cache_salt",
+        "deadline",
         "draft_source",
         "draft_token_ids",
         "eos_token_ids",
@@ -51,6 +53,7 @@ class Request:
         "prediction_token_ids",
         "priority",
         "proposers",
+        "queue_deadline",
         "request_id",
         "sampling_params",
         "speculation",
@@ -75,6 +78,8 @@ class Request:
         speculation: RequestSpeculation = _NO_WISHES,
         prediction_token_ids: tuple[int, ...] = (),
         traces_drafts: bool = False,
+        deadline: float | None = None,
+        queue_deadline: float | None = None,
     ):
         self.request_id = request_id
         self.sampling_params = sampling_params
@@ -85,6 +90,8 @@ class Request:
         self.speculation = speculation
         self.prediction_token_ids = prediction_token_ids
         self.traces_drafts = traces_drafts
+        self.deadline = deadline
+        self.queue_deadline = queue_deadline
 
         self.token_ids = list(prompt_token_ids)  # prompt and accepted output, append-only
         self.num_prompt_tokens = len(self.token_ids)

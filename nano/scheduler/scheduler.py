@@ -134,13 +134,15 @@ class Scheduler:
         self.requests[request.request_id] = request
         self.waiting.add(request)
 
-    def abort(self, request_ids: Iterable[str]) -> list[TokenOutput]:
+    def abort(
+        self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT
+    ) -> list[TokenOutput]:
         """End requests now, also those being computed. Unknown and finished ids are ignored."""
         updates = []
         for request_id in request_ids:
             request = self.requests.get(request_id)
             if request is not None:
-                request.finish_reason = FinishReason.ABORT
+                request.finish_reason = reason
                 self._finish(request)
                 updates.append(self._report(request, []))
         self._drop_finished()
@@ -319,7 +321,7 @@ class Scheduler:
                 prompt_logprobs = self._new_prompt_logprobs(request, plan, output)
                 if request.finish_reason is not None:
                     self._finish(request)
-                elif not token_ids and prompt_logprobs is None:
+                elif not token_ids and prompt_logprobs is None and request.has_reported:
                     continue
                 update = self._report(request, token_ids[:num_kept])
                 update.prompt_logprobs = prompt_logprobs
@@ -375,9 +377,10 @@ class Scheduler:
         update = TokenOutput(
             request.request_id, new_token_ids, request.finish_reason, request.stop_token_id
         )
+        if request.num_output_tokens == len(new_token_ids):
+            update.num_cached_tokens = request.num_cached_tokens
         if not request.has_reported:
             request.has_reported = True
-            update.num_cached_tokens = request.num_cached_tokens
             update.first_scheduled_time = request.first_scheduled_time
         if request.finish_reason is not None:
             update.speculation = request.speculation_stats

@@ -1,46 +1,24 @@
 """`python -m nano.serve --model DIR`: an OpenAI-compatible HTTP server."""
 
 import argparse
-import asyncio
 import signal
-import socket
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from types import FrameType
 
-import uvicorn
-
 from nano.config import EngineConfig, add_engine_arguments, config_from_arguments
-from nano.errors import ConfigError, NanoError
+from nano.errors import NanoError
 from nano.log import get_logger, setup_logging
+from nano.resolve import resolve
 from nano.serve.app import create_app
 from nano.serve.async_engine import AsyncEngine
+from nano.serve.cores import Cores
+from nano.serve.http_server import HttpServer, listening
 from nano.serve.options import ServerOptions, add_server_arguments, options_from_arguments
+from nano.serve.supervisor import Supervisor
 
 logger = get_logger("nano.serve")  # run as a program, this module is called __main__
-
-SHUTDOWN_SECONDS = 5  # that requests in flight have to end after the order to stop
-
-
-class HttpServer(uvicorn.Server):  # type: ignore[misc]  # uvicorn has no types for us
-    """uvicorn, which ends what is still in flight `SHUTDOWN_SECONDS` after the order to stop."""
-
-    def __init__(self, config: uvicorn.Config, engine: AsyncEngine):
-        super().__init__(config)
-        self._engine = engine
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        for listener in sockets or ():
-            host, port = listener.getsockname()[:2]
-            logger.info("serving on http://%s:%d (Ctrl-C ends it)", host, port)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        reason = "the server is shutting down"
-        loop = asyncio.get_running_loop()
-        ending = loop.call_later(SHUTDOWN_SECONDS, self._engine.fail, reason)
-        await super().shutdown(sockets)
-        ending.cancel()
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -50,58 +28,51 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A bound socket: whether the address is to be had is known before a model is loaded."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}") from error
-    return listener
+class Signals:
+    """What SIGTERM and SIGINT do: end the program, or whatever `stop` has been given meanwhile."""
+
+    def __init__(self) -> None:
+        self.stop: Callable[[], None] = sys.exit
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, self._receive)
+
+    def _receive(self, signum: int, frame: FrameType | None) -> None:
+        self.stop()
 
 
-def serve(options: ServerOptions, config: EngineConfig) -> None:
-    """Load the model, answer until SIGINT or SIGTERM, leave no process behind."""
-    with listen(options.host, options.port) as listener:
-        engine = AsyncEngine.from_config(config, options.log_level)
+def serve(options: ServerOptions, config: EngineConfig, signals: Signals) -> int:
+    """Load the model, answer until told to stop, leave no process behind; the exit status."""
+    config = resolve(config)
+    with listening(options) as listener:
+        if options.api_server_count > 1:
+            return Supervisor(options, config, listener).run()
+        cores = Cores(config, options.restart_engine, options.log_level)
         try:
-            answer(options, engine, listener)
+            engine = AsyncEngine.from_config(
+                config, chat_template=options.template_text(), connect=cores.connect
+            )
+            http = HttpServer(create_app(engine, options), engine, options, cores.kill)
+            signals.stop = http.stop
+            http.run([listener])
+            signals.stop = cores.kill
+            return http.exit_status
         finally:
-            engine.client.close()
-
-
-def answer(options: ServerOptions, engine: AsyncEngine, listener: socket.socket) -> None:
-    http = uvicorn.Config(
-        create_app(engine, options),
-        log_level=options.log_level,
-        # For callers who do not read their last answer.
-        timeout_graceful_shutdown=2 * SHUTDOWN_SECONDS,
-    )
-    HttpServer(http, engine).run([listener])
+            cores.close()
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The exit status: 0 after an order to stop, 1 if the server could not start or go on."""
     args = parse_arguments(argv)
-    setup_logging("api", args.log_level)
-
-    def stop(signum: int, frame: FrameType | None) -> None:
-        # uvicorn puts its own handlers in place while it serves, and raises the signal again
-        # afterwards: here it must end the program without skipping what closes the engine.
-        raise SystemExit(0)
-
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
+    setup_logging("api" if args.api_server_count == 1 else "supervisor", args.log_level)
+    signals = Signals()
     try:
         config = config_from_arguments(args)
         options = options_from_arguments(args)
         names = options.served_model_name or (config.model.path,)
-        serve(replace(options, served_model_name=names), config)
+        return serve(replace(options, served_model_name=names), config, signals)
     except NanoError as error:
         logger.error("%s", error)
         return 1
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,18 +1,79 @@
-"""The HTTP application: all routes over one AsyncEngine. Torch-free."""
+"""The HTTP application: all routes over one AsyncEngine, and what lies around them. Torch-free."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 
-from nano.serve import health
+from nano import __version__
+from nano.serve import capabilities, health, tokens
+from nano.serve.api_key import ApiKeys
 from nano.serve.async_engine import AsyncEngine
-from nano.serve.errors import install_error_handlers
+from nano.serve.body_limit import BodyLimit
+from nano.serve.errors import ErrorReply, ErrorShape, error_responses, install_error_handlers
 from nano.serve.front_end import FrontEnd
+from nano.serve.messages import routes as messages_routes
+from nano.serve.messages.errors import anthropic_error
+from nano.serve.metrics_route import AnswerCount
+from nano.serve.metrics_route import router as metrics_router
 from nano.serve.openai import routes as openai_routes
 from nano.serve.options import ServerOptions
+from nano.serve.request_id import HEADER, RequestIds
+from nano.serve.request_log import RequestLog
+from nano.serve.responses import routes as responses_routes
+from nano.serve.stats_log import logging_stats
 
-ROUTERS = (health.router, openai_routes.router)
+ROUTERS = (
+    health.router,
+    metrics_router,
+    openai_routes.router,
+    responses_routes.router,
+    messages_routes.router,
+    tokens.router,
+    capabilities.router,
+)
+# Path prefix -> how errors look there, if not OpenAI's.
+ERROR_SHAPES: dict[str, ErrorShape] = {messages_routes.PREFIX: anthropic_error}
+
+
+class HttpApp(FastAPI):
+    """FastAPI within our middleware, which so also sees what FastAPI answers to a bug of ours."""
+
+    def __init__(self, options: ServerOptions, lifespan: Lifespan[FastAPI]):
+        super().__init__(
+            title="nano",
+            version=__version__,
+            lifespan=lifespan,
+            redirect_slashes=False,
+            responses=error_responses(ErrorReply),
+        )
+        self._options = options
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Not left to uvicorn, which takes it that the proxy has removed the prefix from the path.
+        # Starlette takes both.
+        scope["root_path"] = self._options.root_path
+        await super().__call__(scope, receive, send)
+
+    def build_middleware_stack(self) -> ASGIApp:
+        options = self._options
+        app = super().build_middleware_stack()
+        app = BodyLimit(app, options.max_body_bytes)
+        if options.api_key:
+            app = ApiKeys(app, options.api_key)
+        if options.allowed_origins:
+            app = CORSMiddleware(
+                app,
+                allow_origins=options.allowed_origins,
+                allow_methods=options.allowed_methods,
+                allow_headers=options.allowed_headers,
+                allow_credentials=options.allow_credentials,
+                expose_headers=(HEADER, "Retry-After"),
+            )
+        app = RequestIds(AnswerCount(app, self.state.front_end.metrics))
+        return RequestLog(app) if options.access_log == "json" else app
 
 
 def create_app(engine: AsyncEngine, options: ServerOptions) -> FastAPI:
@@ -24,12 +85,13 @@ def create_app(engine: AsyncEngine, options: ServerOptions) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         engine.start()
-        yield
+        with logging_stats(app.state.front_end.core_stats, options.disable_log_stats):
+            yield
         await engine.close()
 
-    app = FastAPI(title="nano", lifespan=lifespan)
+    app = HttpApp(options, lifespan)
     app.state.front_end = FrontEnd(engine, options)
     for router in ROUTERS:
         app.include_router(router)
-    install_error_handlers(app)
+    install_error_handlers(app, ERROR_SHAPES)
     return app

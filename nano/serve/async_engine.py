@@ -1,78 +1,51 @@
 """AsyncEngine: the engine as an asyncio program sees it. Torch-free.
 
-Owns the client and everything in flight. Tokenisation runs in the loop's thread pool, waiting for
-the core in a thread of its own; all other state is touched by the event loop only.
+Owns the client, everything in flight, and what the server's state is. Tokenisation runs in the
+loop's thread pool, waiting for the core in a thread of its own, which also finds another core when
+one is lost; all other state is touched by the event loop only.
 """
 
 import asyncio
 import contextlib
-import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from enum import StrEnum
 from pathlib import Path
+from typing import TypeVar
 
 from nano.checkpoint.hf_config import load_decoder_config
 from nano.config import EngineConfig
 from nano.engine.client import EngineClient
 from nano.engine.input_processor import InputProcessor, PreparedRequest
 from nano.engine.output_processor import OutputKind, OutputProcessor
-from nano.engine.subprocess_client import SubprocessClient
+from nano.engine.timeline import RequestObserver
 from nano.engine.tokenizer import Tokenizer
-from nano.errors import EngineDead
+from nano.errors import EngineDead, EngineUnavailable, NanoError
 from nano.log import get_logger
-from nano.outputs import RequestOutput, TokenOutput
+from nano.outputs import TokenOutput
 from nano.resolve import resolve
+from nano.serve.cores import Connect, Cores
+from nano.serve.generation import Generation
 
 logger = get_logger(__name__)
+_Result = TypeVar("_Result")
 
-News = tuple[int, RequestOutput] | EngineDead
 
+class EngineState(StrEnum):
+    """What the engine can do for a new request: something in `READY` only."""
 
-class Generation:
-    """What comes of the prompts of one call: an async iterator of (prompt index, output).
-
-    Ends when every prompt has had its finished output; raises `EngineDead` if the core dies first.
-    `close` aborts what is unfinished; closing a finished generation does nothing.
-    """
-
-    def __init__(self, request_ids: Sequence[str], abort: Callable[[Sequence[str]], None]):
-        self._unfinished = dict(zip(request_ids, itertools.count()))  # request id -> prompt index
-        self._abort = abort
-        self._news: asyncio.Queue[News] = asyncio.Queue()
-
-    def __aiter__(self) -> "Generation":
-        return self
-
-    async def __anext__(self) -> tuple[int, RequestOutput]:
-        if not self._unfinished:
-            raise StopAsyncIteration
-        news = await self._news.get()
-        if isinstance(news, EngineDead):
-            self._unfinished.clear()
-            raise news
-        if news[1].finished:
-            del self._unfinished[news[1].request_id]
-        return news
-
-    def put(self, output: RequestOutput) -> None:
-        index = self._unfinished.get(output.request_id)
-        if index is not None:  # closed meanwhile
-            self._news.put_nowait((index, output))
-
-    def fail(self, error: EngineDead) -> None:
-        self._news.put_nowait(error)
-
-    def close(self) -> None:
-        unfinished, self._unfinished = list(self._unfinished), {}
-        if unfinished:
-            self._abort(unfinished)
+    LOADING = "loading"  # a core takes the place of one that died
+    READY = "ready"
+    DRAINING = "draining"  # what is in flight is finished, and that is all
+    DEAD = "dead"  # for good
 
 
 class AsyncEngine:
     """A front end in an event loop. `start` within the loop before use, `close` at the end.
 
-    `fault` says why nothing can be asked any more, or is None.
+    When its core dies, all that is in flight fails with `EngineDead`, and `connect` is asked for
+    another. `fault` says why there is none and never will be, or is None.
     """
 
     def __init__(
@@ -80,27 +53,48 @@ class AsyncEngine:
         client: EngineClient,
         input_processor: InputProcessor,
         model_max_tokens: int | None = None,
+        connect: Connect | None = None,
     ):
-        """`model_max_tokens` is the model's own default for chat; None: the rest of the context."""
+        """`model_max_tokens` is the model's own default for chat; None: the rest of the context.
+
+        `client` is the first that `connect` gave.
+        """
         self.client = client
         self.input_processor = input_processor
         self.tokenizer = input_processor.tokenizer
         self.model_max_tokens = model_max_tokens
         self.fault: str | None = None
+        self._connect = connect
+        self._lost: str | None = None  # why the last core died, until there is another
+        self._is_draining = False
+        self._end: EngineUnavailable | None = None  # what everything ended with
         self._output_processor = OutputProcessor(self.tokenizer)
         self._generations: dict[str, Generation] = {}  # by request id
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @classmethod
-    def from_config(cls, config: EngineConfig, log_level: str | None = None) -> "AsyncEngine":
-        """Load a model in a core process. Raises `ConfigError`, `CheckpointError`, `EngineDead`."""
+    def from_config(
+        cls,
+        config: EngineConfig,
+        log_level: str | None = None,
+        chat_template: str | None = None,
+        connect: Connect | None = None,
+    ) -> "AsyncEngine":
+        """Load a model in a core process. Raises `ConfigError`, `CheckpointError`, `EngineDead`.
+
+        `chat_template` (Jinja) replaces the model's own. `connect` finds a core of that `config`;
+        without it, one is started, and only one.
+        """
         config = resolve(config)
+        connect = connect or Cores(config, num_restarts=0, log_level=log_level).connect
         decoder = load_decoder_config(Path(config.model.path))
-        tokenizer = Tokenizer.from_folder(Path(config.model.tokenizer or config.model.path))
+        tokenizer = Tokenizer.from_folder(
+            Path(config.model.tokenizer or config.model.path), chat_template
+        )
         max_tokens = None
         if config.model.generation_config == "auto" and "max_tokens" in decoder.default_sampling:
             max_tokens = int(decoder.default_sampling["max_tokens"])
-        client = SubprocessClient(config, log_level=log_level)
+        client = connect(None)
         input_processor = InputProcessor(
             config,
             decoder,
@@ -109,26 +103,58 @@ class AsyncEngine:
             proposers=client.ready.proposers,
             draws_random_seeds=True,
         )
-        return cls(client, input_processor, max_tokens)
+        return cls(client, input_processor, max_tokens, connect)
+
+    @property
+    def state(self) -> EngineState:
+        if self.fault is not None:
+            return EngineState.DEAD
+        if self._is_draining:
+            return EngineState.DRAINING
+        return EngineState.READY if self._lost is None else EngineState.LOADING
+
+    @property
+    def num_in_flight(self) -> int:
+        """Prompts whose answer is not finished."""
+        return len(self._generations)
+
+    def check_ready(self) -> None:
+        """Raises `EngineUnavailable` unless the state is `READY`: a request is not to begin."""
+        match self.state:
+            case EngineState.DEAD:
+                raise EngineDead(self.fault or "")
+            case EngineState.DRAINING:
+                raise EngineUnavailable("the server is shutting down", "shutting_down")
+            case EngineState.LOADING:
+                raise EngineUnavailable(f"{self._lost}; another one is loading", "engine_loading")
 
     @property
     def fingerprint(self) -> str:
         """Names how the core computes: equal fingerprint and seed, equal tokens."""
         return self.client.ready.numerics_id
 
+    def observe(self, observer: RequestObserver) -> None:
+        """Tell `observer` of every completion from now on."""
+        self._output_processor.observers.append(observer)
+
     def start(self) -> None:
         """Begin to listen to the core, on behalf of the running event loop."""
         self._loop = asyncio.get_running_loop()
         threading.Thread(target=self._listen, name="engine-listener", daemon=True).start()
 
-    async def prepare(self, work: Callable[[], list[PreparedRequest]]) -> list[PreparedRequest]:
-        """Run `work`, which tokenises, off the event loop. Raises what it raises."""
+    async def prepare(self, work: Callable[[], _Result]) -> _Result:
+        """Run `work`, which tokenises or writes text, off the event loop. Raises what it raises."""
         return await asyncio.to_thread(work)
 
     def generate(self, prepared: Sequence[PreparedRequest], kind: OutputKind) -> Generation:
-        """Send prompts to the core. Raises `EngineDead`; close the result when done with it."""
-        if self.fault is not None:
-            raise EngineDead(self.fault)
+        """Send prompts to the core, while draining too. Close the result when done with it.
+
+        Raises `EngineUnavailable`.
+        """
+        if self._end is not None:
+            raise self._end
+        if self._lost is not None:
+            raise EngineDead(self._lost)
         generation = Generation([request.request_id for request in prepared], self._abort)
         for request in prepared:
             self._output_processor.register(request, kind)
@@ -136,34 +162,77 @@ class AsyncEngine:
         try:
             self.client.add([child for request in prepared for child in request.children])
         except EngineDead as error:
-            self.fail(str(error))
+            self._lose(str(error))
             raise
         return generation
 
+    def drain(self) -> None:
+        """From now on, only what has begun is finished."""
+        self._is_draining = True
+
+    def end(self, error: EngineUnavailable) -> None:
+        """End all that is in flight, and all that was about to be, with `error`."""
+        self._is_draining = True
+        self._end = self._end or error
+        self._fail_all(error)
+
     def fail(self, fault: str) -> None:
         """Give up: whoever waits, and whoever comes, gets `EngineDead` with this reason."""
-        if self.fault is not None:
-            return
-        self.fault = fault
-        self._output_processor.fail_all(fault, time.monotonic())
-        for generation in set(self._generations.values()):
-            generation.fail(EngineDead(fault))
-        self._generations.clear()
+        if self._end is None:  # else it is what was wanted
+            self.fault = fault
+            self.end(EngineDead(fault))
 
     async def close(self) -> None:
-        """End the core; whoever still waits gets `EngineDead`."""
+        """End the core; whoever still waits gets `EngineUnavailable`."""
+        self.end(EngineUnavailable("the server is shutting down", "shutting_down"))
         await asyncio.to_thread(self.client.close)
 
+    def _fail_all(self, error: EngineUnavailable) -> None:
+        self._output_processor.fail_all(str(error), time.monotonic())
+        for generation in set(self._generations.values()):
+            generation.fail(error)
+        self._generations.clear()
+
     def _listen(self) -> None:
+        """The life of the listening thread: one core after the other."""
         assert self._loop is not None
+        call, client = self._loop.call_soon_threadsafe, self.client
         with contextlib.suppress(RuntimeError):  # the loop was closed before the engine
             while True:
-                try:
-                    outputs = self.client.recv()
-                except EngineDead as error:
-                    self._loop.call_soon_threadsafe(self.fail, str(error))
+                lost = self._relay(client)
+                call(self._lose, lost)
+                if self._connect is None or self._is_draining:
+                    call(self.fail, lost)
                     return
-                self._loop.call_soon_threadsafe(self._deliver, outputs)
+                try:
+                    client.close()
+                    client = self._connect(lost)
+                except NanoError as error:
+                    call(self.fail, str(error))
+                    return
+                call(self._resume, client)
+
+    def _relay(self, client: EngineClient) -> str:
+        """Pass on what a core says until it dies; why it did."""
+        assert self._loop is not None
+        while True:
+            try:
+                outputs = client.recv()
+            except EngineDead as error:
+                return str(error)
+            self._loop.call_soon_threadsafe(self._deliver, outputs)
+
+    def _lose(self, reason: str) -> None:
+        self._lost = reason
+        self._fail_all(EngineDead(reason))
+
+    def _resume(self, client: EngineClient) -> None:
+        self.client = client
+        self.input_processor.num_kv_slots = (
+            client.ready.num_kv_slots
+        )  # its memory was measured anew
+        self._lost = None
+        logger.info("serving again")
 
     def _deliver(self, outputs: Sequence[TokenOutput]) -> None:
         try:

@@ -1,29 +1,82 @@
 """OpenAI's error body, and which of our errors becomes which status."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
-from nano.errors import EngineDead, InvalidRequest
+from nano.errors import EngineUnavailable, InvalidRequest
 
 MAX_SENTENCES = 8  # of one answer about a field that is wrong in many places
 
+# Another API's error body, from the HTTP status and OpenAI's body.
+ErrorShape = Callable[[int, dict[str, Any]], dict[str, Any]]
 
-class ModelNotFound(HTTPException):
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(BaseModel):
+    """OpenAI's error body, for the OpenAPI page."""
+
+    error: ErrorDetail
+
+
+def error_responses(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """`responses=` of an API whose errors look so, for the OpenAPI page."""
+    meanings: dict[int | str, str] = {
+        400: "The request is wrong",
+        401: "No API key of this server",
+        404: "No such model or route",
+        413: "The body is too long",
+        429: "Too much is waiting; see Retry-After",
+        "4XX": "Anything else that is the caller's to change",
+        503: "The engine is dead or the server is ending",
+    }
+    return {
+        status: {"model": model, "description": meaning} for status, meaning in meanings.items()
+    }
+
+
+class Refusal(HTTPException):
+    """A call that is turned away with `status`; `param` and `code` are for the body."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(status, message, headers)
+        self.param = param
+        self.code = code
+
+
+class ModelNotFound(Refusal):
     """The caller asks for a model that is not served here."""
 
     def __init__(self, name: str):
-        super().__init__(404, f"the model {name!r} does not exist; see /v1/models")
+        message = f"the model {name!r} does not exist; see /v1/models"
+        super().__init__(404, message, "model", "model_not_found")
 
 
 def error_body(
     message: str, status: int, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
     kind = "invalid_request_error" if status < 500 else "server_error"
+    if status == 429:
+        kind = "rate_limit_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -34,13 +87,15 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
         return 400, error_body(message, 400, param)
     if isinstance(error, InvalidRequest):
         return 400, error_body(str(error), 400, error.param, error.code)
-    if isinstance(error, ModelNotFound):
-        return 404, error_body(error.detail, 404, "model", "model_not_found")
+    if isinstance(error, Refusal):
+        status = error.status_code
+        return status, error_body(error.detail, status, error.param, error.code)
     if isinstance(error, HTTPException):
         status = error.status_code
         return status, error_body(str(error.detail), status)
-    status = 503 if isinstance(error, EngineDead) else 500
-    return status, error_body(str(error) or type(error).__name__, status)
+    if isinstance(error, EngineUnavailable):
+        return 503, error_body(str(error), 503, code=error.code)
+    return 500, error_body(str(error) or type(error).__name__, 500)
 
 
 def explain_validation(errors: Sequence[Any]) -> tuple[str, str | None]:
@@ -48,8 +103,6 @@ def explain_validation(errors: Sequence[Any]) -> tuple[str, str | None]:
     reasons: dict[str, list[str]] = {}
     for error in errors:
         location = [str(part) for part in error["loc"] if part != "body"]
-        if error["type"] == "json_invalid":
-            return f"the body is not JSON: {error['ctx']['error']}", None
         if not location and isinstance(error.get("input"), bytes):
             return "the body is not declared as JSON; send Content-Type: application/json", None
         field = location[0] if location else ""
@@ -64,13 +117,39 @@ def explain_validation(errors: Sequence[Any]) -> tuple[str, str | None]:
     return "; ".join(shown), field or None
 
 
-def install_error_handlers(app: FastAPI) -> None:
-    """Every error of every route answers in OpenAI's shape."""
+def error_response(scope: Scope, error: Exception) -> JSONResponse:
+    """The answer to a call that ends with `error`, in the shape of the API that was called."""
+    status, body = describe(error)
+    for prefix, shape in scope["app"].state.error_shapes.items():
+        if is_below(route_path(scope), prefix):
+            body = shape(status, body)
+    headers = error.headers if isinstance(error, HTTPException) else None
+    return JSONResponse(body, status, headers)
+
+
+def route_path(scope: Scope) -> str:
+    """The path as routes know it: without the prefix (--root-path) that a proxy may have left."""
+    path, root = scope["path"], scope.get("root_path", "")
+    assert isinstance(path, str)
+    return path[len(root) :] if root and is_below(path, root) else path
+
+
+def is_below(path: str, prefix: str) -> bool:
+    return path == prefix or path.startswith(f"{prefix}/")
+
+
+def install_error_handlers(app: FastAPI, shapes: Mapping[str, ErrorShape]) -> None:
+    """Every error of every route answers in OpenAI's shape, or that of the path's prefix."""
+    app.state.error_shapes = shapes
 
     async def answer(request: Request, error: Exception) -> JSONResponse:
-        status, body = describe(error)
-        headers = error.headers if isinstance(error, HTTPException) else None
-        return JSONResponse(body, status, headers)
+        return error_response(request.scope, error)
 
-    for kind in (RequestValidationError, InvalidRequest, HTTPException, EngineDead, Exception):
+    for kind in (
+        RequestValidationError,
+        InvalidRequest,
+        HTTPException,
+        EngineUnavailable,
+        Exception,
+    ):
         app.add_exception_handler(kind, answer)

@@ -5,7 +5,6 @@ import itertools
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
-from uuid import uuid4
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
@@ -14,14 +13,19 @@ from nano.engine.input_processor import PreparedRequest
 from nano.engine.output_processor import OutputKind
 from nano.errors import InvalidRequest
 from nano.outputs import RequestOutput
-from nano.serve.async_engine import AsyncEngine, Generation
+from nano.serve.admission import Admission
+from nano.serve.async_engine import AsyncEngine
+from nano.serve.core_stats import CoreStats
 from nano.serve.errors import ModelNotFound
 from nano.serve.event_stream import EventStream
+from nano.serve.generation import Generation
+from nano.serve.metrics import Metrics
 from nano.serve.openai.schemas import GenerationBody
 from nano.serve.options import ServerOptions
 from nano.serve.reply import Reply
+from nano.serve.request_id import HEADER
+from nano.serve.request_log import recorded
 
-MAX_REQUEST_ID_LENGTH = 512
 CLIENT_CLOSED_REQUEST = 499  # nginx's word for it; nobody is there to read it
 
 
@@ -34,6 +38,12 @@ class FrontEnd:
         self.model_names = options.served_model_name
         self.created = int(time.time())
         self._num_calls = itertools.count()
+        ready = engine.client.ready
+        self.core_stats = CoreStats(engine)
+        self.metrics = Metrics(self.model_names[0], ready.max_model_len)
+        self.admission = Admission(ready, options, self.metrics.reject)
+        engine.observe(self.admission)
+        engine.observe(self.metrics)
 
     def card(self, name: str) -> dict[str, Any]:
         return {
@@ -51,16 +61,20 @@ class FrontEnd:
             raise ModelNotFound(name)
         return name
 
-    def reply_id(self, request: Request, prefix: str) -> str:
-        """The id that the caller sees: after its own X-Request-Id, if it sent one."""
-        own = request.headers.get("x-request-id")
-        if own is not None and len(own) > MAX_REQUEST_ID_LENGTH:
-            raise InvalidRequest(
-                f"X-Request-Id must have at most {MAX_REQUEST_ID_LENGTH} characters, "
-                f"got {len(own)}",
-                "X-Request-Id",
-            )
-        return f"{prefix}-{own or uuid4().hex}"
+    def reply_id(self, request: Request, prefix: str, own: str | None = None) -> str:
+        """The id that the caller sees: after `own` or X-Request-Id, which must agree.
+
+        The answer's X-Request-Id is the same.
+        """
+        state, header = request.state, request.headers.get(HEADER)
+        if own is not None:
+            if header not in (None, own):
+                raise InvalidRequest(
+                    f"request_id is {own!r}, but {HEADER} is {header!r}; give one of them",
+                    "request_id",
+                )
+            state.request_id = own
+        return f"{prefix}{state.request_id}"
 
     def head(self, reply_id: str, model: str) -> dict[str, Any]:
         """What every body of an answer has."""
@@ -79,11 +93,17 @@ class FrontEnd:
         make_prompts: Callable[[], Sequence[str | list[int]]],
         add_special_tokens: bool,
     ) -> list[PreparedRequest]:
-        """Validate and tokenise. Callers may repeat their ids; ours are unique."""
+        """Validate and tokenise. Callers may repeat their ids; ours are unique.
+
+        Raises `InvalidRequest`, `EngineUnavailable` if nothing new is taken, and `Refusal` before
+        any work if the queue is full anyway.
+        """
+        self.engine.check_ready()
+        self.admission.check([0])
         input_processor = self.engine.input_processor
         request_id = f"{reply_id}-{next(self._num_calls)}"
         now = time.monotonic()
-        speculative, prediction = body.speculative_values(), body.prediction_text()
+        options = body.prompt_options()
 
         def work() -> list[PreparedRequest]:
             params = input_processor.default_sampling_params(**values)
@@ -93,20 +113,18 @@ class FrontEnd:
                     prompt,
                     params,
                     arrival_time=now,
-                    priority=body.priority or 0,
-                    cache_salt=body.cache_salt,
                     add_special_tokens=add_special_tokens,
-                    speculative=speculative,
-                    prediction=prediction,
-                    speculative_trace=bool(body.speculative_trace),
+                    **options,
                 )
                 for index, prompt in enumerate(make_prompts())
             ]
 
         try:
-            return await self.engine.prepare(work)
+            prepared = await self.engine.prepare(work)
         except InvalidRequest as error:
             raise body.respelled(error) from None
+        self.admission.limit(prepared, body.timeout_ms, body.max_queue_ms)
+        return prepared
 
     async def answer(
         self,
@@ -116,24 +134,41 @@ class FrontEnd:
         *,
         is_streamed: bool,
     ) -> Response:
-        """Run prepared requests and answer, whole or as a stream. Aborts them if nobody listens."""
+        """Run prepared requests and answer, whole or as a stream. Aborts them if nobody listens.
+
+        Raises `Refusal`, and has sent nothing to the core, if the queue is full.
+        """
+        reply = recorded(reply, request.scope)
         if is_streamed:
-            generation = self.engine.generate(prepared, OutputKind.DELTA)
-            return EventStream(generation, reply)
-        generation = self.engine.generate(prepared, OutputKind.FINAL)
+            generation = self._generate(prepared, OutputKind.DELTA)
+            interval = self.options.sse_keep_alive_interval
+            return EventStream(generation, reply, self.admission.lateness, interval)
+        generation = self._generate(prepared, OutputKind.FINAL)
         try:
-            outputs = await unless_disconnected(request, collect(generation))
+            outputs = await unless_disconnected(request, self._collect(generation))
         finally:
             generation.close()
         if outputs is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        return JSONResponse(reply.whole(outputs))
+        # Log probabilities of a long answer are megabytes.
+        return await self.engine.prepare(lambda: JSONResponse(reply.whole(outputs)))
 
+    def _generate(self, prepared: Sequence[PreparedRequest], kind: OutputKind) -> Generation:
+        """Send a call to the core, if it is let in."""
+        self.admission.check([len(c.prompt_token_ids) for p in prepared for c in p.children])
+        for request in prepared:
+            self.metrics.accept(len(request.children), request.sampling_params.max_tokens)
+        return self.engine.generate(prepared, kind)
 
-async def collect(generation: Generation) -> list[RequestOutput]:
-    """The finished output of each prompt, in their order."""
-    outputs = [pair async for pair in generation]
-    return [output for _, output in sorted(outputs, key=lambda pair: pair[0])]
+    async def _collect(self, generation: Generation) -> list[RequestOutput]:
+        """The finished output of each prompt, in their order. Raises `Refusal` once one is late."""
+        outputs: dict[int, RequestOutput] = {}
+        async for prompt_index, output in generation:
+            late = self.admission.lateness(output)
+            if late is not None:
+                raise late
+            outputs[prompt_index] = output
+        return [outputs[prompt_index] for prompt_index in sorted(outputs)]
 
 
 async def unless_disconnected(

@@ -1,18 +1,26 @@
 """ServerOptions: how the server listens, whom it lets in, what it takes on and when it lets go."""
 
 import argparse
+import math
+import os
+import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from nano.errors import ConfigError
 
+API_KEY_VARIABLE = "NANO_API_KEY"  # command lines are for everyone to see
 _MAX_PORT = 2**16 - 1
 _MEBIBYTE = 1 << 20
 
 
-def _option(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")  # as browsers send it
+_KEY = re.compile(r"[!-~]+")  # what a header can carry
+
+
+def _option(default: Any, help: str, is_shown: bool = True) -> Any:
+    return field(default=default, metadata={"help": help}, repr=is_shown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +38,13 @@ class ServerOptions:
         (), "names that requests may use (default: --model)"
     )
     chat_template: str | None = _option(None, "a Jinja template, or a file with one")
+    trust_request_chat_template: bool = _option(
+        False, "take templates from requests; nothing ends a template that loops for ever"
+    )
 
-    api_key: tuple[str, ...] = _option((), "callers must send one of these as a Bearer token")
+    api_key: tuple[str, ...] = _option(
+        (), f"callers must send one of these as a Bearer token (or ${API_KEY_VARIABLE})", False
+    )
     allowed_origins: tuple[str, ...] = _option((), "CORS: origins of web pages")
     allowed_methods: tuple[str, ...] = _option(("*",), "CORS: methods")
     allowed_headers: tuple[str, ...] = _option(("*",), "CORS: headers")
@@ -63,6 +76,7 @@ class ServerOptions:
 
     log_level: Literal["debug", "info", "warning", "error"] = _option("info", "least severity")
     access_log: Literal["none", "json"] = _option("none", "a line per request on stderr")
+    disable_log_stats: bool = _option(False, "no line every 10 s about what the engine does")
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= _MAX_PORT:
@@ -70,13 +84,30 @@ class ServerOptions:
         for name in ("max_body_bytes", "api_server_count"):
             self._check(name, getattr(self, name) >= 1, "at least 1")
         for name in ("shutdown_timeout", "restart_engine"):
-            self._check(name, getattr(self, name) >= 0, "at least 0")
+            self._check(name, 0 <= getattr(self, name) < math.inf, "at least 0")
         for name in ("max_waiting_requests", "max_waiting_tokens", "max_queue_ms", "timeout_ms"):
             limit = getattr(self, name)
-            self._check(name, limit is None or limit > 0, "above 0")
-        self._check("sse_keep_alive_interval", self.sse_keep_alive_interval > 0, "above 0")
+            self._check(name, limit is None or 0 < limit < math.inf, "above 0")
+        interval = self.sse_keep_alive_interval
+        self._check("sse_keep_alive_interval", 0 < interval < math.inf, "above 0")
+        is_prefix = self.root_path.startswith("/") and not self.root_path.endswith("/")
+        is_prefix = is_prefix and _KEY.fullmatch(self.root_path) is not None
+        self._check("root_path", is_prefix or not self.root_path, "like /prefix")
+        self._check_access()
+
+    def _check_access(self) -> None:
+        if not all(_KEY.fullmatch(key) for key in self.api_key):
+            raise ConfigError("--api-key must be visible ASCII characters, at least one")
+        for origin in self.allowed_origins:
+            if not _ORIGIN.fullmatch(origin):
+                limit = "* or like https://example.org"
+                raise ConfigError(f"--allowed-origins must be {limit}, got {origin}")
+        if self.allow_credentials and not self.allowed_origins:
+            raise ConfigError("--allow-credentials needs --allowed-origins")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("--ssl-keyfile and --ssl-certfile go together")
+        if self.ssl_ca_certs is not None and self.ssl_certfile is None:
+            raise ConfigError("--ssl-ca-certs needs --ssl-certfile")
 
     def _check(self, name: str, is_right: bool, limit: str) -> None:
         if not is_right:
@@ -119,4 +150,6 @@ def options_from_arguments(args: argparse.Namespace) -> ServerOptions:
     for name, value in given.items():
         if isinstance(value, list):
             given[name] = tuple(value)
+    if not given["api_key"] and API_KEY_VARIABLE in os.environ:
+        given["api_key"] = (os.environ[API_KEY_VARIABLE],)
     return ServerOptions(**given)

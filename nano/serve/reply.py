@@ -1,14 +1,17 @@
 """Reply: the answer to one call in the shape of its API, whole or as server-sent events."""
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from nano.outputs import RequestOutput
 
 Json = dict[str, Any]
+
+_encoder = msgspec.json.Encoder()  # a tenth of what json.dumps takes, for each token of each stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +21,10 @@ class Event:
     data: Json | str
     name: str | None = None
 
-    def encode(self) -> str:
-        data = self.data
-        if not isinstance(data, str):
-            data = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        return f"data: {data}\n\n" if self.name is None else f"event: {self.name}\ndata: {data}\n\n"
+    def encode(self) -> bytes:
+        data = self.data.encode() if isinstance(self.data, str) else _encoder.encode(self.data)
+        name = b"" if self.name is None else b"event: %b\n" % self.name.encode()
+        return b"%bdata: %b\n\n" % (name, data)
 
 
 class Reply(ABC):

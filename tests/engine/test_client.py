@@ -13,7 +13,8 @@ from nano.engine.client import EngineClient, InProcessClient
 from nano.engine.codec import decode, encode
 from nano.engine.core import EngineCore
 from nano.engine.messages import AddRequests, EngineHeartbeat, FromCore, ToCore
-from nano.engine.subprocess_client import SubprocessClient, Watchdog
+from nano.engine.subprocess_client import SubprocessClient
+from nano.engine.watchdog import Watchdog
 from nano.errors import CheckpointError, EngineDead, InvalidRequest
 from nano.outputs import FinishReason, TokenOutput
 from tests.engine.fake_core import (
@@ -151,7 +152,7 @@ def test_each_request_is_a_message_so_that_the_heart_can_beat_between(
     shared_subprocess: SubprocessClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[ToCore | FromCore] = []
-    module = "nano.engine.subprocess_client"
+    module = "nano.engine.socket_client"
     monkeypatch.setattr(f"{module}.encode", lambda message: sent.append(message) or encode(message))
     request_ids = ["first", "second", "third"]
     shared_subprocess.add([fake_request(request_id, 1) for request_id in request_ids])
@@ -230,7 +231,7 @@ def test_close_leaves_no_process_and_no_folder() -> None:
     client.close()
     client.close()
     assert not is_running(client.pid)
-    assert not Path(client._folder).exists()
+    assert not Path(client.folder).exists()
 
 
 @pytest.mark.slow
@@ -238,7 +239,7 @@ def test_close_leaves_no_process_and_no_folder() -> None:
 def test_no_core_outlives_a_front_end_that_is_killed(signum: int) -> None:
     code = (
         "import time; from tests.engine.test_client import make_subprocess\n"
-        "client = make_subprocess(); print(client.pid, client._folder, flush=True); time.sleep(60)"
+        "client = make_subprocess(); print(client.pid, client.folder, flush=True); time.sleep(60)"
     )
     front_end = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -257,7 +258,7 @@ def test_no_core_outlives_a_front_end_that_is_killed(signum: int) -> None:
 def test_a_front_end_killed_while_the_core_loads_leaves_none() -> None:
     code = (
         "from tests.engine import test_client\n"
-        "import nano.engine.subprocess_client as s, subprocess as p\n"
+        "import nano.engine.core_process as s, subprocess as p\n"
         "popen = p.Popen\n"
         "def tell(*args, **kwargs):\n"
         "    process = popen(*args, **kwargs); print(process.pid, flush=True); return process\n"

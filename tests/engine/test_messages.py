@@ -67,6 +67,8 @@ REQUEST = EngineRequest(
     speculation=RequestSpeculation(("a", "b"), 3, False),
     prediction_token_ids=(5, 6),
     traces_drafts=True,
+    deadline=14.5,
+    queue_deadline=13.5,
 )
 STATS = SpeculationStats(3, 7, {"a": ProposerStats(2, 4, 3, [2, 2], [2, 1])})
 LOGPROBS = TokenLogprobs(
@@ -92,7 +94,7 @@ MESSAGES = [
     EngineOutputs([OUTPUT]),
     ControlReply(4, {"num_running": 2.0}),
     EngineReady(
-        1024, 100, 16, 512, "nano-0123", (ProposerInfo("a", 4, False, True, 0.5, True),), True
+        1024, 100, 16, 512, "nano-0123", (ProposerInfo("a", 4, False, True, 0.5, True),), True, 4
     ),
     EngineHeartbeat(99.5, 0.25),
     EngineFailure("on fire"),

@@ -25,7 +25,9 @@ from nano.engine.messages import (
     ToCore,
 )
 from nano.engine.process import CoreServer, Heart
+from nano.engine.socket_client import SocketClient
 from nano.engine.subprocess_client import SubprocessClient
+from nano.errors import EngineDead
 from nano.outputs import FinishReason, TokenOutput
 from tests.engine.fake_core import SLOW_TOKEN, FakeExecutor, fake_config, fake_request
 
@@ -76,7 +78,7 @@ def connect(owner: SubprocessClient) -> Iterator[Callable[[], RawFrontEnd]]:
     front_ends: list[RawFrontEnd] = []
 
     def connect() -> RawFrontEnd:
-        front_ends.append(RawFrontEnd(owner._folder))
+        front_ends.append(RawFrontEnd(owner.folder))
         return front_ends[-1]
 
     yield connect
@@ -89,6 +91,15 @@ def wait_until_idle(owner: SubprocessClient) -> None:
     while owner.control("stats")["num_running"]:
         assert time.monotonic() < deadline, "it still runs"
         time.sleep(0.02)
+
+
+def tokens_of(client: SocketClient, request_id: str) -> list[int]:
+    """All tokens of the only request of `client`."""
+    outputs: list[TokenOutput] = []
+    while not outputs or outputs[-1].finish_reason is None:
+        outputs += client.recv()
+    assert {output.request_id for output in outputs} == {request_id}
+    return [token_id for output in outputs for token_id in output.new_token_ids]
 
 
 def long_request(request_id: str) -> AddRequests:
@@ -148,7 +159,7 @@ def test_requests_of_a_front_end_that_says_goodbye_are_aborted(
 
 
 def test_requests_of_a_front_end_that_vanishes_are_aborted(owner: SubprocessClient) -> None:
-    leaver = RawFrontEnd(owner._folder)
+    leaver = RawFrontEnd(owner.folder)
     leaver.send(long_request("r"))
     assert isinstance(leaver.receive(), EngineOutputs)
     leaver.vanish()
@@ -196,7 +207,7 @@ def test_calls_are_answered_while_requests_run(connect: Connect) -> None:
     front_end.send(GOODBYE)
 
 
-@pytest.mark.parametrize("how", ["shutdown", "SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("how", ["shutdown", "stdin"])
 def test_a_core_that_is_told_to_stop_tells_its_front_ends_and_leaves_with_status_0(
     how: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -205,20 +216,20 @@ def test_a_core_that_is_told_to_stop_tells_its_front_ends_and_leaves_with_status
     core = subprocess.Popen(
         [*FAKE_CORE, "--folder", folder, "--config", config], stdin=subprocess.PIPE
     )
+    assert core.stdin is not None
     front_end = RawFrontEnd(folder)
     front_end.send(long_request("r"))
     assert isinstance(front_end.receive(), EngineOutputs)
     if how == "shutdown":
         front_end.send(ControlRequest(1, "shutdown"))
     else:
-        os.kill(core.pid, signal.Signals[how])
+        core.stdin.close()
     message = front_end.receive()
     while isinstance(message, EngineOutputs | ControlReply):
         message = front_end.receive()
     assert message == EngineFailure("it was told to stop")
     assert core.wait(10) == 0
     front_end.vanish()
-    assert core.stdin is not None
     core.stdin.close()
 
 
@@ -232,3 +243,47 @@ def test_a_core_told_to_leave_before_it_loads_leaves_no_folder(tmp_path: Path) -
     )
     subprocess.run([sys.executable, "-c", code], stdin=subprocess.DEVNULL, timeout=30)
     assert not folder.exists()
+
+
+def test_signals_that_go_to_every_process_of_a_server_do_not_end_its_core(
+    connect: Connect, owner: SubprocessClient
+) -> None:
+    front_end = connect()
+    front_end.send(AddRequests([fake_request("r", SLOW_TOKEN, max_tokens=8)]))
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        os.kill(owner.pid, signum)
+    assert front_end.finish("r")[-1].finish_reason is FinishReason.LENGTH
+    front_end.send(AddRequests([fake_request("after", 1)]))
+    assert front_end.finish("after")[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_a_client_that_attaches_shares_the_core_and_leaves_it_running(
+    owner: SubprocessClient,
+) -> None:
+    attached = SocketClient(owner.folder)
+    assert attached.ready == owner.ready
+    for client, start in ((attached, 10), (owner, 20)):
+        client.add([fake_request("r", start, max_tokens=6)])
+        assert tokens_of(client, "r") == list(range(start + 1, start + 7))
+    attached.add(long_request("left behind").requests)
+    attached.recv()
+    attached.close()
+    wait_until_idle(owner)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("signum", "words"), [(signal.SIGKILL, "it ended"), (signal.SIGSTOP, "no heartbeat for 5 s")]
+)
+def test_a_client_that_attaches_sees_the_death_of_the_core(signum: int, words: str) -> None:
+    owner = SubprocessClient(fake_config(), FAKE_CORE)
+    attached = SocketClient(owner.folder)
+    attached.add(long_request("r").requests)
+    attached.recv()
+    os.kill(owner.pid, signum)
+    with pytest.raises(EngineDead, match=words):
+        tokens_of(attached, "r")
+    with pytest.raises(EngineDead):
+        SocketClient(owner.folder)
+    attached.close()
+    owner.close()

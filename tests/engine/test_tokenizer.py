@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nano.engine.tokenizer import Tokenizer
-from nano.errors import CheckpointError, InvalidRequest
+from nano.errors import CheckpointError, ConfigError, InvalidRequest
 from tests import tiny
 from tests.vocabularies import (
     byte_tokenizer,
@@ -236,15 +236,39 @@ def test_the_template_file_wins_over_the_settings(tmp_path: Path) -> None:
     assert with_settings(tmp_path).apply_chat_template(USER) == "from the file"
 
 
+def test_a_template_of_the_operator_replaces_all_that_the_model_brings(tmp_path: Path) -> None:
+    tiny.write_tokenizer(tmp_path)
+    tokenizer = Tokenizer.from_folder(tmp_path, chat_template="ours {{ tools | length }}")
+    assert tokenizer.template_names == ("default",)
+    assert tokenizer.apply_chat_template(USER, tools=[{}]) == "ours 1"
+    with pytest.raises(ConfigError, match="no Jinja template: Expected"):
+        Tokenizer.from_folder(tmp_path, chat_template="{% for %}")
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_truncated_text_keeps_what_belongs_around_it(side: Any) -> None:
+    tokenizer = sentencepiece_tokenizer()
+    bos, *text = whole = tokenizer.encode("the Paris the Paris")
+    assert bos == tokenizer.bos_token_id
+    for limit in range(1, len(whole) + 2):
+        ids, is_cut = tokenizer.encode_truncated("the Paris the Paris", limit, side)
+        assert is_cut == (limit < len(whole))
+        num_left = limit - 1
+        assert ids == [
+            bos,
+            *(text[max(0, len(text) - num_left) :] if side == "left" else text[:num_left]),
+        ]
+
+
 def test_named_templates_are_chosen_by_name_or_by_tools(tmp_path: Path) -> None:
     named = [
         {"name": "default", "template": "plain"},
-        {"name": "tool_use", "template": "tools"},
+        {"name": "tool_use", "template": "{{ tools | length }} tool"},
         {"name": "rag", "template": "documents"},
     ]
     tokenizer = with_settings(tmp_path, chat_template=named)
     assert tokenizer.apply_chat_template(USER) == "plain"
-    assert tokenizer.apply_chat_template(USER, tools=[{"name": "f"}]) == "tools"
+    assert tokenizer.apply_chat_template(USER, tools=[{"name": "f"}]) == "1 tool"
     assert tokenizer.apply_chat_template(USER, template="rag") == "documents"
 
 

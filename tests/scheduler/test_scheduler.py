@@ -771,14 +771,18 @@ class TestErrors:
 
 
 class TestReports:
-    def test_a_prompt_chunk_is_no_news(self) -> None:
+    def test_of_the_chunks_of_a_prompt_only_the_first_is_news(self) -> None:
         driver = Driver(make_scheduler(token_budget=4))
         driver.scheduler.add(make_request("a", 10))
-        assert driver.step() == driver.step() == []
+        [begun] = driver.step()
+        assert begun.new_token_ids == []
+        assert driver.step() == []
         [update] = driver.step()
         assert len(update.new_token_ids) == 1
 
-    def test_the_first_update_alone_tells_the_hit_and_the_time_of_the_first_step(self) -> None:
+    def test_the_hit_is_told_until_the_first_token_and_the_time_of_the_first_step_once(
+        self,
+    ) -> None:
         driver = Driver(make_scheduler(token_budget=6, max_num_requests=1))
         driver.scheduler.add(make_request("a", 10, max_tokens=2))
         driver.scheduler.add(make_request("b", 3, max_tokens=2))
@@ -787,7 +791,7 @@ class TestReports:
             name: [(u.num_cached_tokens, u.first_scheduled_time) for u in updates]
             for name, updates in driver.updates.items()
         }
-        assert told == {"a": [(0, 0.0), (None, None)], "b": [(0, 3.0), (None, None)]}
+        assert told == {"a": [(0, 0.0), (0, None), (None, None)], "b": [(0, 3.0), (None, None)]}
 
     def test_logprobs_come_with_their_tokens(self) -> None:
         driver = Driver(make_scheduler())

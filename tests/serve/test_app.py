@@ -255,7 +255,7 @@ class TestChat:
         assert len(reply.prompt_token_ids) == reply.usage.prompt_tokens
         assert len(reply.choices[0].token_ids) == 8
         chunks = list(chat(client, extra_body=extra, stream=True))
-        assert chunks[0].choices[0].prompt_token_ids == reply.prompt_token_ids
+        assert chunks[0].prompt_token_ids == reply.prompt_token_ids
         streamed = [getattr(chunk.choices[0], "token_ids", None) or [] for chunk in chunks]
         assert list(itertools.chain.from_iterable(streamed)) == reply.choices[0].token_ids
 

@@ -3,51 +3,51 @@
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from nano.serve.answers import ChatCompletion, Completion, Model, ModelList, answers
 from nano.serve.front_end import front_end
+from nano.serve.json_route import JsonRoute
 from nano.serve.openai.replies import ChatReply, CompletionReply
 from nano.serve.openai.schemas import ChatBody, CompletionBody
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", responses=answers(ModelList))
 async def list_models(request: Request) -> Response:
     served = front_end(request)
     return JSONResponse({"object": "list", "data": [served.card(n) for n in served.model_names]})
 
 
-@router.get("/v1/models/{name:path}")
+@router.get("/v1/models/{name:path}", responses=answers(Model))
 async def retrieve_model(name: str, request: Request) -> Response:
     served = front_end(request)
     return JSONResponse(served.card(served.choose_model(name)))
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", responses=answers(ChatCompletion, streams=True))
 async def chat_completions(body: ChatBody, request: Request) -> Response:
     served = front_end(request)
     engine, model = served.engine, served.choose_model(body.model)
     values = body.sampling_values()
     values.setdefault("max_tokens", engine.model_max_tokens)
-    messages = [message.to_template() for message in body.messages]
-    variables = body.template_variables()
-    adds_prompt = body.add_generation_prompt is not False
-    reply_id = served.reply_id(request, "chatcmpl")
+    reply_id = served.reply_id(request, "chatcmpl-", body.request_id)
+    trusts_templates = served.options.trust_request_chat_template
     prepared = await served.prepare(
         body,
         reply_id,
         values,
-        lambda: [engine.tokenizer.apply_chat_template(messages, adds_prompt, **variables)],
+        lambda: [body.prompt(engine.tokenizer, trusts_templates)],
         add_special_tokens=bool(body.add_special_tokens),
     )
     reply = ChatReply(body, engine.tokenizer, served.head(reply_id, model))
     return await served.answer(request, reply, prepared, is_streamed=bool(body.stream))
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", responses=answers(Completion, streams=True))
 async def completions(body: CompletionBody, request: Request) -> Response:
     served = front_end(request)
     engine, model = served.engine, served.choose_model(body.model)
-    reply_id = served.reply_id(request, "cmpl")
+    reply_id = served.reply_id(request, "cmpl-", body.request_id)
     prepared = await served.prepare(
         body,
         reply_id,
