@@ -211,7 +211,6 @@ class TestParser:
         with pytest.raises(Refusal, match="must not hold") as refusal:
             parse_json(text.encode())
         assert refusal.value.status_code == 400
-        assert refusal.value.param == ("a" if "a" in text[:3] else None)
 
     def test_depth_counts_lists_within_each_other_not_side_by_side(self) -> None:
         flat = [[["[{"] * 300] * 2, {"a": {}}]

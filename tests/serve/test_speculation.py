@@ -173,7 +173,7 @@ class TestAnswers:
                 == choice["speculative"]["mean_acceptance_length"]
                 * (choice["speculative"]["num_steps"])
             )
-            assert len(traces) > 1
+            assert traces  # how many depends on how fast they are read
             reports = {
                 part["finish_reason"]: part["speculative"] for part in mine if "speculative" in part
             }
