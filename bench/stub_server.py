@@ -5,7 +5,7 @@ from functools import partial
 
 from nano.engine.subprocess_client import SubprocessClient
 from nano.serve import __main__ as program
-from nano.serve import cores
+from nano.serve.processes import cores
 
 STUB_COMMAND = (sys.executable, "-m", "bench.stub_core")
 

@@ -12,7 +12,7 @@ from nano.batch.line_reader import LineReader
 from nano.batch.output_file import OutputFile
 from nano.batch.progress import Progress
 from nano.errors import ConfigError, EngineUnavailable, InvalidRequest
-from nano.serve.errors import describe
+from nano.serve.http.errors import describe
 
 UNAVAILABLE = 503  # the engine's trouble and not the line's: no answer, the next run has it again
 

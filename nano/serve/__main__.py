@@ -13,10 +13,10 @@ from nano.log import get_logger, setup_logging
 from nano.resolve import resolve
 from nano.serve.app import create_app
 from nano.serve.async_engine import AsyncEngine
-from nano.serve.cores import Cores
-from nano.serve.http_server import HttpServer, listening
+from nano.serve.http.server import HttpServer, listening
 from nano.serve.options import ServerOptions, add_server_arguments, options_from_arguments
-from nano.serve.supervisor import Supervisor
+from nano.serve.processes.cores import Cores
+from nano.serve.processes.supervisor import Supervisor
 
 logger = get_logger("nano.serve")  # run as a program, this module is called __main__
 

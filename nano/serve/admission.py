@@ -11,7 +11,7 @@ from nano.engine.messages import EngineReady
 from nano.engine.timeline import Timeline
 from nano.errors import InvalidRequest
 from nano.outputs import FinishReason, RequestOutput
-from nano.serve.errors import Refusal
+from nano.serve.http.errors import Refusal
 from nano.serve.options import ServerOptions
 
 WAITING_REQUESTS_FACTOR = 16  # requests that may wait by default, for each that may run

@@ -9,21 +9,21 @@ from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 
 from nano import __version__
 from nano.serve import capabilities, health, tokens
-from nano.serve.api_key import ApiKeys
 from nano.serve.async_engine import AsyncEngine
-from nano.serve.body_limit import BodyLimit
-from nano.serve.errors import ErrorReply, ErrorShape, error_responses, install_error_handlers
 from nano.serve.front_end import FrontEnd
+from nano.serve.http.api_key import ApiKeys
+from nano.serve.http.body_limit import BodyLimit
+from nano.serve.http.errors import ErrorReply, ErrorShape, error_responses, install_error_handlers
+from nano.serve.http.request_id import HEADER, RequestIds
+from nano.serve.http.request_log import RequestLog
 from nano.serve.messages import routes as messages_routes
 from nano.serve.messages.errors import anthropic_error
-from nano.serve.metrics_route import AnswerCount
-from nano.serve.metrics_route import router as metrics_router
+from nano.serve.metrics.route import AnswerCount
+from nano.serve.metrics.route import router as metrics_router
+from nano.serve.metrics.stats_log import logging_stats
 from nano.serve.openai import routes as openai_routes
 from nano.serve.options import ServerOptions
-from nano.serve.request_id import HEADER, RequestIds
-from nano.serve.request_log import RequestLog
 from nano.serve.responses import routes as responses_routes
-from nano.serve.stats_log import logging_stats
 
 ROUTERS = (
     health.router,

@@ -25,8 +25,8 @@ from nano.errors import EngineDead, EngineUnavailable, NanoError
 from nano.log import get_logger
 from nano.outputs import TokenOutput
 from nano.resolve import resolve
-from nano.serve.cores import Connect, Cores
 from nano.serve.generation import Generation
+from nano.serve.processes.cores import Connect, Cores
 
 logger = get_logger(__name__)
 _Result = TypeVar("_Result")

@@ -15,16 +15,16 @@ from nano.errors import InvalidRequest
 from nano.outputs import RequestOutput
 from nano.serve.admission import Admission
 from nano.serve.async_engine import AsyncEngine
-from nano.serve.core_stats import CoreStats
-from nano.serve.errors import ModelNotFound
-from nano.serve.event_stream import EventStream
 from nano.serve.generation import Generation
-from nano.serve.metrics import Metrics
+from nano.serve.http.errors import ModelNotFound
+from nano.serve.http.event_stream import EventStream
+from nano.serve.http.request_id import HEADER
+from nano.serve.http.request_log import recorded
+from nano.serve.metrics.core_stats import CoreStats
+from nano.serve.metrics.request_metrics import Metrics
 from nano.serve.openai.schemas import GenerationBody
 from nano.serve.options import ServerOptions
 from nano.serve.reply import Reply
-from nano.serve.request_id import HEADER
-from nano.serve.request_log import recorded
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's word for it; nobody is there to read it
 

@@ -5,8 +5,8 @@ from fastapi.responses import JSONResponse
 
 from nano import __version__
 from nano.errors import EngineDead
-from nano.serve.answers import Empty, Version, answers
 from nano.serve.front_end import front_end
+from nano.serve.http.answers import Empty, Version, answers
 
 router = APIRouter()
 

@@ -8,9 +8,9 @@ from pydantic import Field
 
 from nano.engine.tokenizer import Tokenizer
 from nano.errors import InvalidRequest
-from nano.serve.answers import Text, Tokens, answers
 from nano.serve.front_end import front_end
-from nano.serve.json_route import JsonRoute
+from nano.serve.http.answers import Text, Tokens, answers
+from nano.serve.http.json_route import JsonRoute
 from nano.serve.openai.chat_body import Messages
 from nano.serve.openai.conversation import ConversationBody
 from nano.serve.openai.parameters import Body, applied

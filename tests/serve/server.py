@@ -58,7 +58,7 @@ class Server:
 
     def front_ends(self) -> list[int]:
         """The process ids of those that answer HTTP, if there are several."""
-        return processes(self.process.pid, "nano.serve.process")
+        return processes(self.process.pid, "nano.serve.processes.program")
 
     def client(self, timeout: float = 30) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=timeout)

@@ -16,7 +16,7 @@ from nano.engine.messages import EngineReady
 from nano.engine.timeline import Timeline
 from nano.errors import InvalidRequest
 from nano.serve.admission import Admission, DrainRate
-from nano.serve.errors import Refusal
+from nano.serve.http.errors import Refusal
 from nano.serve.options import ServerOptions
 from tests.serve.scrape import IDLE, scrape, wait_for
 from tests.serve.server import Server

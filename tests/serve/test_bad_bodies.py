@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from nano.serve.errors import Refusal
-from nano.serve.json_route import MAX_DEPTH, parse_json
+from nano.serve.http.errors import Refusal
+from nano.serve.http.json_route import MAX_DEPTH, parse_json
 from tests.serve.server import Server
 
 JSON = {"Content-Type": "application/json"}

@@ -16,9 +16,9 @@ import pytest
 
 from nano.engine.step_counts import STEP_TOKEN_BOUNDS
 from nano.engine.subprocess_client import SubprocessClient
-from nano.serve import stats_log
-from nano.serve.core_stats import CoreStats
-from nano.serve.stats_log import describe, logging_stats
+from nano.serve.metrics import stats_log
+from nano.serve.metrics.core_stats import CoreStats
+from nano.serve.metrics.stats_log import describe, logging_stats
 from tests.engine.fake_core import fake_config, fake_request
 from tests.engine.test_speculation_reports import make_echo, ngram
 from tests.serve.scrape import IDLE, scrape, wait_for
@@ -232,7 +232,7 @@ def test_a_core_that_is_dead_has_its_counts_and_runs_nothing(core: Core) -> None
 def test_a_core_that_is_busy_holds_up_no_scrape_and_is_asked_once(
     core: Core, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nano.serve.core_stats.PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr("nano.serve.metrics.core_stats.PATIENCE_SECONDS", 0.01)
 
     async def run() -> None:
         stats = CoreStats(core)  # type: ignore[arg-type]
@@ -256,8 +256,8 @@ import sys
 from nano.engine.messages import EngineReady
 from nano.engine.timeline import Timeline
 from nano.outputs import FinishReason
-from nano.serve.core_metrics import CoreMetrics
-from nano.serve.metrics import Metrics
+from nano.serve.metrics.core_metrics import CoreMetrics
+from nano.serve.metrics.request_metrics import Metrics
 metrics = Metrics("tiny", 100)
 for _ in range(int(sys.argv[1])):
     metrics.ended(Timeline(3, 4, 0.0, finished_time=1.0, finish_reason=FinishReason.STOP))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nano.errors import ConfigError
-from nano.serve.http_server import check_certificates, listening
+from nano.serve.http.server import check_certificates, listening
 from nano.serve.options import (
     API_KEY_VARIABLE,
     ServerOptions,

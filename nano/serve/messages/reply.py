@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from nano.engine.input_processor import PreparedRequest
 from nano.outputs import RequestOutput
-from nano.serve.errors import describe
+from nano.serve.http.errors import describe
 from nano.serve.messages.errors import anthropic_error
 from nano.serve.openai.chat_reply import ChatReply
 from nano.serve.reply import Event, Json, Reply

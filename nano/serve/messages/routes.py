@@ -4,10 +4,10 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from nano.serve.adapter import prepare_chat
-from nano.serve.answers import InputTokens, Message, answers
-from nano.serve.errors import error_responses
 from nano.serve.front_end import front_end
-from nano.serve.json_route import JsonRoute
+from nano.serve.http.answers import InputTokens, Message, answers
+from nano.serve.http.errors import error_responses
+from nano.serve.http.json_route import JsonRoute
 from nano.serve.messages.body import CountTokensBody, MessagesBody
 from nano.serve.messages.errors import AnthropicError
 from nano.serve.messages.reply import MessagesReply

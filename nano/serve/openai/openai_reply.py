@@ -7,7 +7,7 @@ from typing import ClassVar
 from nano.engine.tokenizer import Tokenizer
 from nano.errors import RequestFailed
 from nano.outputs import CompletionOutput, FinishReason, RequestOutput
-from nano.serve.errors import describe
+from nano.serve.http.errors import describe
 from nano.serve.openai.body import GenerationBody
 from nano.serve.openai.speculation import report_json, trace_json
 from nano.serve.openai.usage import Usage

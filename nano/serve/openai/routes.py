@@ -3,9 +3,9 @@
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from nano.serve.answers import ChatCompletion, Completion, Model, ModelList, answers
 from nano.serve.front_end import front_end
-from nano.serve.json_route import JsonRoute
+from nano.serve.http.answers import ChatCompletion, Completion, Model, ModelList, answers
+from nano.serve.http.json_route import JsonRoute
 from nano.serve.openai.replies import ChatReply, CompletionReply
 from nano.serve.openai.schemas import ChatBody, CompletionBody
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from nano.outputs import RequestOutput
 from nano.sampling_params import SamplingParams
-from nano.serve.errors import describe
+from nano.serve.http.errors import describe
 from nano.serve.openai.chat_reply import ChatReply
 from nano.serve.reply import Event, Json, Reply
 from nano.serve.responses.body import ResponsesBody

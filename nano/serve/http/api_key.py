@@ -7,7 +7,7 @@ from hashlib import sha256
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from nano.serve.errors import Refusal, error_response, route_path
+from nano.serve.http.errors import Refusal, error_response, route_path
 
 OPEN_PATHS = ("/health", "/ready", "/ping")  # what load balancers ask for, and tells nothing
 

@@ -5,9 +5,9 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 
-from nano.serve.orders import Briefing, FromProcess, FromSupervisor, Serving, from_process
+from nano.serve.processes.orders import Briefing, FromProcess, FromSupervisor, Serving, from_process
 
-COMMAND = (sys.executable, "-m", "nano.serve.process")
+COMMAND = (sys.executable, "-m", "nano.serve.processes.program")
 
 
 class FrontEndProcess:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from nano.log import get_logger
-from nano.serve.core_stats import CoreStats
+from nano.serve.metrics.core_stats import CoreStats
 
 logger = get_logger(__name__)
 

@@ -28,11 +28,11 @@ from nano.config import EngineConfig
 from nano.engine.client import EngineClient
 from nano.errors import EngineDead, NanoError
 from nano.log import get_logger
-from nano.serve.cores import Cores
-from nano.serve.front_end_process import FrontEndProcess
-from nano.serve.metrics import SHARED_FOLDER
+from nano.serve.metrics.request_metrics import SHARED_FOLDER
 from nano.serve.options import ServerOptions
-from nano.serve.orders import Briefing, CoreDead, CoreLost, CoreReady, Stop
+from nano.serve.processes.cores import Cores
+from nano.serve.processes.front_end_process import FrontEndProcess
+from nano.serve.processes.orders import Briefing, CoreDead, CoreLost, CoreReady, Stop
 
 logger = get_logger(__name__)
 

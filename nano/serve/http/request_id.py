@@ -6,7 +6,7 @@ from uuid import uuid4
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nano.serve.errors import Refusal, error_response
+from nano.serve.http.errors import Refusal, error_response
 
 HEADER = "X-Request-Id"
 MAX_LENGTH = 512

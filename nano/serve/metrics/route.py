@@ -5,9 +5,9 @@ from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nano.serve.core_metrics import CoreMetrics
 from nano.serve.front_end import front_end
-from nano.serve.metrics import Metrics
+from nano.serve.metrics.core_metrics import CoreMetrics
+from nano.serve.metrics.request_metrics import Metrics
 
 router = APIRouter()
 

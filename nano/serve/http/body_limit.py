@@ -3,7 +3,7 @@
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nano.serve.errors import Refusal, error_response
+from nano.serve.http.errors import Refusal, error_response
 
 
 class BodyLimit:

@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
-from nano.serve.errors import Refusal
+from nano.serve.http.errors import Refusal
 
 MAX_DEPTH = 100  # of lists and objects within each other
 _NUM_SHOWN = 40  # characters of what is wrong

@@ -19,7 +19,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from nano.engine.timeline import Timeline
 from nano.outputs import FinishReason
-from nano.serve.core_metrics import CoreMetrics
+from nano.serve.metrics.core_metrics import CoreMetrics
 
 SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's own variable
 # When each series began: twice as many series, which nobody reads.

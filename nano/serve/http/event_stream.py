@@ -9,8 +9,8 @@ from starlette.types import Receive, Scope, Send
 from nano.errors import NanoError
 from nano.log import get_logger
 from nano.outputs import RequestOutput
-from nano.serve.errors import Refusal
 from nano.serve.generation import Generation
+from nano.serve.http.errors import Refusal
 from nano.serve.reply import Event, Reply
 
 logger = get_logger(__name__)

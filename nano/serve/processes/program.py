@@ -1,4 +1,4 @@
-"""One of several processes that answer HTTP on one socket: `python -m nano.serve.process`.
+"""One of several processes that answer HTTP on one socket, `nano.serve.processes.program`.
 
 Started by `Supervisor`, which owns the core; stdin is a socket to it. Its end is the end of the
 supervisor, and so of the core and of this process. Signals are for the supervisor: what it sends
@@ -22,9 +22,9 @@ from nano.errors import EngineDead, NanoError
 from nano.log import get_logger, setup_logging
 from nano.serve.app import create_app
 from nano.serve.async_engine import AsyncEngine
-from nano.serve.http_server import HttpServer
-from nano.serve.metrics import SHARED_FOLDER
-from nano.serve.orders import (
+from nano.serve.http.server import HttpServer
+from nano.serve.metrics.request_metrics import SHARED_FOLDER
+from nano.serve.processes.orders import (
     Briefing,
     CoreDead,
     CoreLost,
@@ -36,7 +36,7 @@ from nano.serve.orders import (
     from_supervisor,
 )
 
-logger = get_logger("nano.serve.process")  # run as a program, this module is __main__
+logger = get_logger("nano.serve.processes.program")  # run as a program, this module is __main__
 
 ORPHAN_SECONDS = 5.0  # that a process has to leave when its supervisor is gone
 
@@ -66,7 +66,7 @@ class SupervisorLine:
         self._say(Serving())
 
     def connect(self, lost: str | None) -> EngineClient:
-        """The client of the first core, or of the next: see `nano.serve.cores.Connect`."""
+        """The client of the first core, or of the next: see `cores.Connect`."""
         while True:
             if lost is not None:
                 self._say(CoreLost(self._folder))
