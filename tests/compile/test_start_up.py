@@ -438,11 +438,10 @@ def test_quantised_models_are_compiled_as_well(own_cache, compiled):
 
 def test_ten_thousand_steps_grow_no_memory(own_cache, compiled):
     with engine(compiled.checkpoint, max_num_batched_tokens=32) as llm:
-        core = llm._client._core
-        while core._num_steps < 2_000:
+        while llm.stats()["num_steps"] < 2_000:
             generate(llm)
         before = resident_bytes()
-        while core._num_steps < 12_000:
+        while llm.stats()["num_steps"] < 12_000:
             generate(llm)
         assert resident_bytes() - before < 4 * 2**20
 
