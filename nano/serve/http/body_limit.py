@@ -1,14 +1,22 @@
 """BodyLimit: a body that is too long is refused before it is read."""
 
+import asyncio
+import contextlib
+
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nano.serve.http.errors import Refusal, error_response
 
+# What of the rest is read and dropped before the connection ends, so that the answer arrives:
+# closing a socket with unread bytes resets it, and takes from the caller what it has not read.
+LINGER_SECONDS = 1.0
+LINGER_BYTES = 1 << 20
+
 
 class BodyLimit:
     """ASGI middleware: 413 for a body of more than `max_bytes`, by what its Content-Length says or
-    by what has arrived. The rest is not read: the connection ends with the answer.
+    by what has arrived. The answer goes out at once, and the connection ends soon after it.
 
     Starlette's own has no say in what the answer looks like.
     """
@@ -21,21 +29,33 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        declared = Headers(scope=scope).get("content-length")  # h11 lets numbers through only
-        if declared is not None and int(declared) > self._max_bytes:
-            await error_response(scope, self._refusal())(scope, receive, send)
-            return
         num_bytes = 0
+        is_refused = False
 
         async def receive_some() -> Message:
-            nonlocal num_bytes
+            nonlocal num_bytes, is_refused
             message = await receive()
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._max_bytes:
+                is_refused = True
                 raise self._refusal()  # in a route: its error handler answers
             return message
 
-        await self._app(scope, receive_some, send)
+        async def send_and_linger(message: Message) -> None:
+            is_last = message["type"] == "http.response.body" and not message.get("more_body")
+            if not is_refused or not is_last:
+                await send(message)
+                return
+            await send({**message, "more_body": True})
+            await _drop_rest(receive)
+            await send({"type": "http.response.body", "body": b""})
+
+        declared = Headers(scope=scope).get("content-length")  # h11 lets numbers through only
+        if declared is not None and int(declared) > self._max_bytes:
+            is_refused = True
+            await error_response(scope, self._refusal())(scope, receive, send_and_linger)
+            return
+        await self._app(scope, receive_some, send_and_linger)
 
     def _refusal(self) -> Refusal:
         return Refusal(
@@ -44,3 +64,15 @@ class BodyLimit:
             code="request_too_large",
             headers={"Connection": "close"},
         )
+
+
+async def _drop_rest(receive: Receive) -> None:
+    """Read on until the body ends, the caller leaves, or it has been enough."""
+    num_bytes = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_SECONDS):
+            while num_bytes < LINGER_BYTES:
+                message = await receive()
+                if not message.get("more_body"):  # the last part, or a disconnect
+                    return
+                num_bytes += len(message["body"])
