@@ -8,10 +8,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nano.serve.http.errors import Refusal, error_response
 
-# What of the rest is read and dropped before the connection ends, so that the answer arrives:
+# For so long the rest is read and dropped before the connection ends, so that the answer arrives:
 # closing a socket with unread bytes resets it, and takes from the caller what it has not read.
-LINGER_SECONDS = 1.0
-LINGER_BYTES = 1 << 20
+LINGER_SECONDS = 2.0
 
 
 class BodyLimit:
@@ -67,12 +66,8 @@ class BodyLimit:
 
 
 async def _drop_rest(receive: Receive) -> None:
-    """Read on until the body ends, the caller leaves, or it has been enough."""
-    num_bytes = 0
+    """Read on until the body ends, the caller leaves, or it has been long enough."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(LINGER_SECONDS):
-            while num_bytes < LINGER_BYTES:
-                message = await receive()
-                if not message.get("more_body"):  # the last part, or a disconnect
-                    return
-                num_bytes += len(message["body"])
+            while (await receive()).get("more_body"):
+                pass
