@@ -8,11 +8,7 @@ from typing import Any
 from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
-from nano.engine.input_processor import PreparedRequest
-from nano.errors import InvalidRequest
-from nano.serve.front_end import FrontEnd
 from nano.serve.openai.body import Milliseconds, Prediction, Speculative
-from nano.serve.openai.chat_body import ChatBody
 from nano.serve.openai.parameters import Body, applied
 
 AS_IN_CHAT = "as in /v1/chat/completions"
@@ -64,17 +60,3 @@ def or_text(as_entry: Callable[[str], dict[str, Any]], schema: Any) -> BeforeVal
         return given
 
     return BeforeValidator(check, json_schema_input_type=schema)
-
-
-async def prepare_chat(served: FrontEnd, body: ChatBody, reply_id: str) -> PreparedRequest:
-    """Validate and tokenise a chat. Raises `InvalidRequest`, in the caller's words."""
-    engine = served.engine
-    try:
-        values = body.sampling_values()
-    except InvalidRequest as error:
-        raise body.respelled(error) from None
-    values.setdefault("max_tokens", engine.model_max_tokens)
-    (prepared,) = await served.prepare(
-        body, reply_id, values, lambda: [body.prompt(engine.tokenizer)], add_special_tokens=False
-    )
-    return prepared

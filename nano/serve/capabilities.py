@@ -12,9 +12,10 @@ from fastapi.responses import JSONResponse
 from nano.sampling_params import MAX_N, MAX_STOP_STRINGS
 from nano.serve.front_end import FrontEnd, front_end
 from nano.serve.messages.body import CountTokensBody, MessagesBody
-from nano.serve.openai.body import MAX_CHOICES
+from nano.serve.openai.body import MAX_CHOICES, StreamOptions
+from nano.serve.openai.chat_body import ChatBody
+from nano.serve.openai.completion_body import CompletionBody
 from nano.serve.openai.parameters import Body, parameters_of
-from nano.serve.openai.schemas import ChatBody, CompletionBody, StreamOptions
 from nano.serve.responses.body import ResponsesBody
 from nano.serve.tokens import DetokenizeBody, TokenizeBody
 

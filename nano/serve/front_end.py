@@ -22,7 +22,7 @@ from nano.serve.http.request_id import HEADER
 from nano.serve.http.request_log import recorded
 from nano.serve.metrics.core_stats import CoreStats
 from nano.serve.metrics.request_metrics import Metrics
-from nano.serve.openai.schemas import GenerationBody
+from nano.serve.openai.body import GenerationBody
 from nano.serve.options import ServerOptions
 from nano.serve.reply import Reply
 

@@ -2,8 +2,9 @@ from typing import Any
 
 from openai import OpenAI
 
+from nano.serve.openai.chat_body import ChatBody
+from nano.serve.openai.completion_body import CompletionBody
 from nano.serve.openai.parameters import parameters_of
-from nano.serve.openai.schemas import ChatBody, CompletionBody
 from tests.serve.server import Server
 
 

@@ -22,8 +22,10 @@ from nano.engine.input_processor import InputProcessor
 from nano.engine.tokenizer import Tokenizer
 from nano.serve.app import create_app
 from nano.serve.async_engine import AsyncEngine
-from nano.serve.openai.parameters import Parameter, State, parameters_of
-from nano.serve.openai.schemas import Body, ChatBody, CompletionBody, StreamOptions
+from nano.serve.openai.body import StreamOptions
+from nano.serve.openai.chat_body import ChatBody
+from nano.serve.openai.completion_body import CompletionBody
+from nano.serve.openai.parameters import Body, Parameter, State, parameters_of
 from nano.serve.options import ServerOptions
 from tests.serve.drafting import DraftingClient
 from tests.serve.server import Server

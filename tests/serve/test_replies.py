@@ -6,8 +6,10 @@ import pytest
 from nano.engine.tokenizer import Tokenizer
 from nano.errors import RequestFailed
 from nano.outputs import CompletionOutput, FinishReason, Logprob, PositionLogprobs, RequestOutput
-from nano.serve.openai.replies import ChatReply, CompletionReply
-from nano.serve.openai.schemas import ChatBody, CompletionBody
+from nano.serve.openai.chat_body import ChatBody
+from nano.serve.openai.chat_reply import ChatReply
+from nano.serve.openai.completion_body import CompletionBody
+from nano.serve.openai.completion_reply import CompletionReply
 from tests.tiny import write_tokenizer
 
 HEAD = {"id": "x", "created": 0, "model": "m", "system_fingerprint": "f"}

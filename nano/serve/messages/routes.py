@@ -3,7 +3,6 @@
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from nano.serve.adapter import prepare_chat
 from nano.serve.front_end import front_end
 from nano.serve.http.answers import InputTokens, Message, answers
 from nano.serve.http.errors import error_responses
@@ -11,6 +10,7 @@ from nano.serve.http.json_route import JsonRoute
 from nano.serve.messages.body import CountTokensBody, MessagesBody
 from nano.serve.messages.errors import AnthropicError
 from nano.serve.messages.reply import MessagesReply
+from nano.serve.openai.chat_call import prepare_chat
 from nano.serve.openai.chat_reply import ChatReply
 
 PREFIX = "/v1/messages"  # below it, errors have Anthropic's shape

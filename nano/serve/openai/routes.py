@@ -6,8 +6,11 @@ from fastapi.responses import JSONResponse
 from nano.serve.front_end import front_end
 from nano.serve.http.answers import ChatCompletion, Completion, Model, ModelList, answers
 from nano.serve.http.json_route import JsonRoute
-from nano.serve.openai.replies import ChatReply, CompletionReply
-from nano.serve.openai.schemas import ChatBody, CompletionBody
+from nano.serve.openai.chat_body import ChatBody
+from nano.serve.openai.chat_call import prepare_chat
+from nano.serve.openai.chat_reply import ChatReply
+from nano.serve.openai.completion_body import CompletionBody
+from nano.serve.openai.completion_reply import CompletionReply
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -27,20 +30,11 @@ async def retrieve_model(name: str, request: Request) -> Response:
 @router.post("/v1/chat/completions", responses=answers(ChatCompletion, streams=True))
 async def chat_completions(body: ChatBody, request: Request) -> Response:
     served = front_end(request)
-    engine, model = served.engine, served.choose_model(body.model)
-    values = body.sampling_values()
-    values.setdefault("max_tokens", engine.model_max_tokens)
+    model = served.choose_model(body.model)
     reply_id = served.reply_id(request, "chatcmpl-", body.request_id)
-    trusts_templates = served.options.trust_request_chat_template
-    prepared = await served.prepare(
-        body,
-        reply_id,
-        values,
-        lambda: [body.prompt(engine.tokenizer, trusts_templates)],
-        add_special_tokens=bool(body.add_special_tokens),
-    )
-    reply = ChatReply(body, engine.tokenizer, served.head(reply_id, model))
-    return await served.answer(request, reply, prepared, is_streamed=bool(body.stream))
+    prepared = await prepare_chat(served, body, reply_id)
+    reply = ChatReply(body, served.engine.tokenizer, served.head(reply_id, model))
+    return await served.answer(request, reply, [prepared], is_streamed=bool(body.stream))
 
 
 @router.post("/v1/completions", responses=answers(Completion, streams=True))

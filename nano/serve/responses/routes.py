@@ -2,10 +2,10 @@
 
 from fastapi import APIRouter, Request, Response
 
-from nano.serve.adapter import prepare_chat
 from nano.serve.front_end import front_end
 from nano.serve.http.answers import ResponseObject, answers
 from nano.serve.http.json_route import JsonRoute
+from nano.serve.openai.chat_call import prepare_chat
 from nano.serve.openai.chat_reply import ChatReply
 from nano.serve.responses.body import ResponsesBody
 from nano.serve.responses.reply import ResponsesReply
