@@ -90,7 +90,7 @@ def test_process_one_token_a_step(
         processor = OutputProcessor(tokenizer)
         processor.register(prepared, kind)
         for output in outputs:
-            processed = processor.process([output], now=1.0)
-        return processed.request_outputs[0].finished
+            seen = list(processor.process([output], now=1.0))
+        return seen[0].finished
 
     assert benchmark(run)

@@ -304,22 +304,21 @@ class LLM:
                 yield output
         finally:
             with _interrupts_held():
-                abort_ids = []
                 for request_id in unfinished:  # an error, Ctrl-C, or a stream that was left early
-                    abort_ids += self._outputs.abort(request_id, time.monotonic()).abort_ids
+                    self._outputs.abort(request_id, time.monotonic())
                 for request in requests:
                     self._mailboxes.pop(request.request_id, None)
                 with suppress(EngineDead):  # which has been said, and nothing is left to end
-                    self._client.abort(abort_ids)
+                    self._client.abort(self._outputs.take_abort_ids())
 
     def _step(self) -> None:
         """Take the engine's news, if any, and deliver it."""
         with _interrupts_held():
-            processed = self._outputs.process(self._client.recv(_RECV_SECONDS), time.monotonic())
-            if processed.abort_ids:
-                self._client.abort(processed.abort_ids)
-            for output in processed.request_outputs:
+            news = self._client.recv(_RECV_SECONDS)
+            for output in self._outputs.process(news, time.monotonic()):
                 self._mailboxes[output.request_id].append(output)
+            if abort_ids := self._outputs.take_abort_ids():
+                self._client.abort(abort_ids)
 
 
 @contextmanager

@@ -9,8 +9,7 @@ use it alike.
 
 import copy
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from enum import Enum
 
 from nano.engine.detokenizer import IncrementalDetokenizer
@@ -42,14 +41,6 @@ class OutputKind(Enum):
     DELTA = "delta"  # at each step the completions with news, and only the news
 
 
-@dataclass(slots=True)
-class ProcessedOutputs:
-    """What to hand to callers, and which engine requests the core should drop."""
-
-    request_outputs: list[RequestOutput] = field(default_factory=list)
-    abort_ids: list[str] = field(default_factory=list)
-
-
 class OutputProcessor:
     """Every request in flight, from `register` to the one output that is `finished`.
 
@@ -63,6 +54,7 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._requests: dict[str, _Request] = {}
         self._completions: dict[str, tuple[_Request, _Completion]] = {}  # by child id, unfinished
+        self._abort_ids: list[str] = []
 
     @property
     def num_unfinished_requests(self) -> int:
@@ -85,48 +77,63 @@ class OutputProcessor:
             for observer in self.observers:
                 observer.entered(completion.timeline)
 
-    def process(self, outputs: Sequence[TokenOutput], now: float) -> ProcessedOutputs:
-        """Take one step's news. `abort_ids` met their stop string while the core goes on."""
-        processed = ProcessedOutputs()
-        touched: dict[str, _Request] = {}  # in order of first news
+    def process(self, outputs: Sequence[TokenOutput], now: float) -> Iterator[RequestOutput]:
+        """Take the news of some steps. What each request's caller is to see comes as soon as that
+        request's news are taken, before those of the next.
+        """
+        by_request: dict[_Request, list[tuple[_Completion, TokenOutput]]] = {}
         for output in outputs:
             known = self._completions.get(output.request_id)
-            if known is None:
+            if known is not None:
+                request, completion = known
+                by_request.setdefault(request, []).append((completion, output))
+        for request, news in by_request.items():
+            if request.is_finished:  # aborted since
                 continue
-            request, completion = known
-            num_tokens = completion.take(output)
-            request.note(completion, output, now)
-            touched[request.request_id] = request
-            if self.observers:
-                completion.timeline.note(output, num_tokens, now, self.observers)
-            if completion.finish_reason is not None:
-                del self._completions[output.request_id]
-                self._ended(completion, now)
-                if output.finish_reason is None:
-                    processed.abort_ids.append(output.request_id)
-                elif output.finish_reason in LATE:
-                    # The caller will be told that all of it is too late: the rest has no purpose.
-                    processed.abort_ids += self._end(request, output.finish_reason, None, now)
-        for request in touched.values():
-            self._emit(request, now, processed)
-        return processed
+            for completion, output in news:
+                if completion.finish_reason is None:
+                    self._take(request, completion, output, now)
+            seen = self._emit(request, now)
+            if seen is not None:
+                yield seen
 
-    def abort(self, request_id: str, now: float) -> ProcessedOutputs:
+    def take_abort_ids(self) -> list[str]:
+        """What the core computes for nobody, since the last call: engine request ids."""
+        abort_ids, self._abort_ids = self._abort_ids, []
+        return abort_ids
+
+    def abort(self, request_id: str, now: float) -> RequestOutput | None:
         """End a request because its caller went away; unknown ids are fine."""
-        processed = ProcessedOutputs()
         request = self._requests.get(request_id)
-        if request is not None:
-            processed.abort_ids = self._end(request, FinishReason.ABORT, None, now)
-            self._emit(request, now, processed)
-        return processed
+        if request is None:
+            return None
+        self._abort_ids += self._end(request, FinishReason.ABORT, None, now)
+        return self._emit(request, now)
 
     def fail_all(self, error: str, now: float) -> list[RequestOutput]:
         """End every request with `error`: the core is dead."""
-        processed = ProcessedOutputs()
+        failed = []
         for request in list(self._requests.values()):
             self._end(request, FinishReason.ERROR, error, now)
-            self._emit(request, now, processed)
-        return processed.request_outputs
+            failed.append(self._emit(request, now))
+        return [output for output in failed if output is not None]
+
+    def _take(
+        self, request: "_Request", completion: "_Completion", output: TokenOutput, now: float
+    ) -> None:
+        num_tokens = completion.take(output)
+        request.note(completion, output, now)
+        if self.observers:
+            completion.timeline.note(output, num_tokens, now, self.observers)
+        if completion.finish_reason is None:
+            return
+        del self._completions[output.request_id]
+        self._ended(completion, now)
+        if output.finish_reason is None:  # a stop string ends it, of which the core knows nothing
+            self._abort_ids.append(output.request_id)
+        elif output.finish_reason in LATE:
+            # The caller will be told that all of it is too late: the rest has no purpose.
+            self._abort_ids += self._end(request, output.finish_reason, None, now)
 
     def _end(
         self, request: "_Request", reason: FinishReason, error: str | None, now: float
@@ -145,12 +152,10 @@ class OutputProcessor:
         for observer in self.observers:
             observer.ended(timeline)
 
-    def _emit(self, request: "_Request", now: float, processed: ProcessedOutputs) -> None:
-        output = request.output(now)
+    def _emit(self, request: "_Request", now: float) -> RequestOutput | None:
         if request.is_finished:
             del self._requests[request.request_id]
-        if output is not None:
-            processed.request_outputs.append(output)
+        return request.output(now)
 
 
 class _Request:
@@ -175,7 +180,7 @@ class _Request:
 
     @property
     def is_finished(self) -> bool:
-        return all(completion.finish_reason is not None for completion in self.completions)
+        return None not in [completion.finish_reason for completion in self.completions]
 
     def note(self, completion: "_Completion", output: TokenOutput, now: float) -> None:
         """Record what `output` says of the prompt and of the clock."""

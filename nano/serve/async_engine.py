@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -70,6 +71,7 @@ class AsyncEngine:
         self._end: EngineUnavailable | None = None  # what everything ended with
         self._output_processor = OutputProcessor(self.tokenizer)
         self._generations: dict[str, Generation] = {}  # by request id
+        self._arrived: deque[list[TokenOutput]] = deque()  # from the core, not yet looked at
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @classmethod
@@ -220,7 +222,8 @@ class AsyncEngine:
                 outputs = client.recv()
             except EngineDead as error:
                 return str(error)
-            self._loop.call_soon_threadsafe(self._deliver, outputs)
+            self._arrived.append(outputs)
+            self._loop.call_soon_threadsafe(self._deliver)
 
     def _lose(self, reason: str) -> None:
         self._lost = reason
@@ -228,34 +231,38 @@ class AsyncEngine:
 
     def _resume(self, client: EngineClient) -> None:
         self.client = client
-        self.input_processor.num_kv_slots = (
-            client.ready.num_kv_slots
-        )  # its memory was measured anew
+        # Its memory was measured anew.
+        self.input_processor.num_kv_slots = client.ready.num_kv_slots
         self._lost = None
         logger.info("serving again")
 
-    def _deliver(self, outputs: Sequence[TokenOutput]) -> None:
+    def _deliver(self) -> None:
+        """Hand out all that has arrived: when that takes longer than a step, several steps' news
+        make one output.
+        """
+        outputs: list[TokenOutput] = []
+        while self._arrived:
+            outputs += self._arrived.popleft()
         try:
-            processed = self._output_processor.process(outputs, time.monotonic())
+            for output in self._output_processor.process(outputs, time.monotonic()):
+                generation = self._generations[output.request_id]
+                if output.finished:
+                    del self._generations[output.request_id]
+                generation.put(output)
         except Exception as error:  # our bug: better an end with a reason than callers who hang
             logger.exception("the front end cannot process what the core sent")
             self.fail(f"{type(error).__name__}: {error}")
-            return
-        self._abort_in_core(processed.abort_ids)
-        for output in processed.request_outputs:
-            generation = self._generations[output.request_id]
-            if output.finished:
-                del self._generations[output.request_id]
-            generation.put(output)
+        self._abort_in_core()
 
     def _abort(self, request_ids: Sequence[str]) -> None:
         """The caller of these requests went away."""
         for request_id in request_ids:
             if self._generations.pop(request_id, None) is not None:
-                processed = self._output_processor.abort(request_id, time.monotonic())
-                self._abort_in_core(processed.abort_ids)
+                self._output_processor.abort(request_id, time.monotonic())
+        self._abort_in_core()
 
-    def _abort_in_core(self, engine_request_ids: Sequence[str]) -> None:
-        if engine_request_ids:
+    def _abort_in_core(self) -> None:
+        """Tell the core what it computes for nobody."""
+        if abort_ids := self._output_processor.take_abort_ids():
             with contextlib.suppress(EngineDead):  # `_listen` hears of it too
-                self.client.abort(engine_request_ids)
+                self.client.abort(abort_ids)

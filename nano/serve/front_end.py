@@ -163,11 +163,14 @@ class FrontEnd:
     async def _collect(self, generation: Generation) -> list[RequestOutput]:
         """The finished output of each prompt, in their order. Raises `Refusal` once one is late."""
         outputs: dict[int, RequestOutput] = {}
-        async for prompt_index, output in generation:
+
+        async def keep(prompt_index: int, output: RequestOutput) -> None:
             late = self.admission.lateness(output)
             if late is not None:
                 raise late
             outputs[prompt_index] = output
+
+        await generation.feed(keep)
         return [outputs[prompt_index] for prompt_index in sorted(outputs)]
 
 

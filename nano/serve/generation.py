@@ -2,18 +2,20 @@
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from nano.errors import EngineUnavailable
 from nano.outputs import RequestOutput
+from nano.serve.eager import run_eagerly
+
+Reader = Callable[[int, RequestOutput], Coroutine[Any, Any, None]]  # of (prompt index, output)
 
 
 class Generation:
-    """An async iterator of (prompt index, output).
+    """Outputs from the engine, which `put`s them, to the one that `feed` is told of.
 
-    Ends when every prompt has had its finished output; raises `EngineUnavailable` if the core or
-    the server ends first. `close` aborts what is unfinished; closing a finished generation does
-    nothing.
+    `close` aborts what is unfinished; closing a finished generation does nothing.
 
     A slow reader holds nobody up and loses nothing: what it has not read of a prompt grows into one
     output, no larger than the answer.
@@ -24,26 +26,27 @@ class Generation:
         self._abort = abort
         self._unread: dict[int, RequestOutput] = {}  # by prompt index, the oldest news first
         self._fault: EngineUnavailable | None = None
-        self._has_news = asyncio.Event()
+        self._reader: Reader | None = None
+        self._end: asyncio.Future[None] | None = None  # of what the reader reads
+        self._is_reading = False
+        self._rest: asyncio.Task[None] | None = None  # of a reading that has to wait
 
-    def __aiter__(self) -> "Generation":
-        return self
+    async def feed(self, reader: Reader) -> None:
+        """Let `reader` read each output, one after the other, until every prompt is finished.
 
-    async def __anext__(self) -> tuple[int, RequestOutput]:
-        """Cancelled, it takes nothing away."""
-        if not self._unfinished:
-            raise StopAsyncIteration
-        while not self._unread:
-            if self._fault is not None:
-                self._unfinished.clear()
-                raise self._fault
-            self._has_news.clear()
-            await self._has_news.wait()
-        index = next(iter(self._unread))
-        output = self._unread.pop(index)
-        if output.finished:
-            del self._unfinished[output.request_id]
-        return index, output
+        A reader that does not have to wait has read before `put` returns. Raises what it raises,
+        and `EngineUnavailable` if the core or the server ends first. Cancelled while there is
+        nothing to read, it takes nothing away.
+        """
+        self._reader = reader
+        self._end = asyncio.get_running_loop().create_future()
+        self._go_on()
+        try:
+            await self._end
+        finally:
+            self._reader = None
+            if self._rest is not None:
+                self._rest.cancel()
 
     def put(self, output: RequestOutput) -> None:
         """Take in the next output of one prompt, which holds only what is new."""
@@ -55,14 +58,39 @@ class Generation:
             self._unread[index] = output
         else:
             unread.append(output)
-        self._has_news.set()
+        self._go_on()
 
     def fail(self, error: EngineUnavailable) -> None:
         """End it with `error`, after what is unread."""
         self._fault = error
-        self._has_news.set()
+        self._go_on()
 
     def close(self) -> None:
         unfinished, self._unfinished = list(self._unfinished), {}
         if unfinished:
             self._abort(unfinished)
+
+    def _go_on(self) -> None:
+        if self._reader is not None and not self._is_reading:
+            self._rest = run_eagerly(self._read(self._reader, self._end))
+
+    async def _read(self, reader: Reader, end: "asyncio.Future[None] | None") -> None:
+        """Whatever there is, and perhaps the end."""
+        assert end is not None
+        self._is_reading = True
+        try:
+            while self._unread:
+                index = next(iter(self._unread))
+                output = self._unread.pop(index)
+                if output.finished:
+                    del self._unfinished[output.request_id]
+                await reader(index, output)
+            if self._unfinished and self._fault is not None:
+                raise self._fault
+            if not self._unfinished and not end.done():
+                end.set_result(None)
+        except Exception as error:
+            if not end.done():
+                end.set_exception(error)
+        finally:
+            self._is_reading = False

@@ -82,9 +82,8 @@ class Run:
         self.now = 11.0
 
     def feed(self, *outputs: TokenOutput) -> "Run":
-        processed = self.processor.process(outputs, self.now)
-        self.outputs += processed.request_outputs
-        self.aborted += processed.abort_ids
+        self.outputs += self.processor.process(outputs, self.now)
+        self.aborted += self.processor.take_abort_ids()
         self.now += 1.0
         return self
 
@@ -272,13 +271,13 @@ def test_an_engine_error_ends_the_request_with_its_reason() -> None:
 
 def test_an_aborted_request_ends_once_and_names_what_the_core_should_drop() -> None:
     run = Run(n=2).feed(news(b"a", "0_r", finish_reason=FinishReason.LENGTH), news(b"b", "1_r"))
-    processed = run.processor.abort("r", now=20.0)
-    assert processed.abort_ids == ["1_r"]
-    (output,) = processed.request_outputs
+    output = run.processor.abort("r", now=20.0)
+    assert run.processor.take_abort_ids() == ["1_r"]
+    assert output is not None
     assert [c.finish_reason for c in output.outputs] == [FinishReason.LENGTH, FinishReason.ABORT]
     assert [c.text for c in output.outputs] == ["a", "b"]
-    again = run.processor.abort("r", now=21.0)
-    assert (again.request_outputs, again.abort_ids) == ([], [])
+    assert run.processor.abort("r", now=21.0) is None
+    assert run.processor.take_abort_ids() == []
     assert run.feed(news(b"c", "1_r", finish_reason=FinishReason.ABORT)).outputs == []
 
 

@@ -1,7 +1,7 @@
 """EventStream: an answer as server-sent events, whose generation ends with the connection."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -37,7 +37,7 @@ class EventStream(StreamingResponse):
         self._keep_alive_interval = keep_alive_interval
         self._last_time = asyncio.get_running_loop().time()  # when something was last sent
         super().__init__(
-            self._pieces(),
+            (),  # `stream_response` does not ask for it
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache"},
         )
@@ -49,14 +49,17 @@ class EventStream(StreamingResponse):
             self._generation.close()
 
     async def stream_response(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code}
+        await send({**start, "headers": self.raw_headers})
         # Beside the stream, so that a token costs no timer.
         keeping = asyncio.create_task(self._keep_alive(send))
         try:
-            await super().stream_response(send)
+            await self._send_events(send)
         finally:
             keeping.cancel()
             # A comment that was held up by a slow reader may have come after the end.
             await asyncio.gather(keeping, return_exceptions=True)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _keep_alive(self, send: Send) -> None:
         loop, interval = asyncio.get_running_loop(), self._keep_alive_interval
@@ -68,44 +71,37 @@ class EventStream(StreamingResponse):
                 self._last_time = loop.time()
                 await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
 
-    async def _pieces(self) -> AsyncIterator[bytes]:
-        """What is written at once: the events of one output."""
-        reply, loop = self._reply, asyncio.get_running_loop()
-        piece = _Piece()
+    async def _send_events(self, send: Send) -> None:
+        reply = self._reply
+
+        async def send_news(prompt_index: int, output: RequestOutput) -> None:
+            late = self._lateness(output)
+            if late is not None:
+                _strip_end(output)
+            if late is None or output.outputs:
+                await self._send(send, reply.news(prompt_index, output))
+            if late is not None:
+                raise late
+
         try:
-            piece.add(reply.opening())
-            if piece:
-                yield piece.take()
-            async for prompt_index, output in self._generation:
-                self._last_time = loop.time()
-                late = self._lateness(output)
-                if late is not None:
-                    _strip_end(output)
-                if late is None or output.outputs:
-                    piece.add(reply.news(prompt_index, output))
-                    if piece:
-                        yield piece.take()
-                if late is not None:
-                    raise late
-            piece.add(reply.closing())
+            await self._send(send, reply.opening())
+            await self._generation.feed(send_news)
+            await self._send(send, reply.closing())
         except Exception as error:
             if not isinstance(error, NanoError | Refusal):
                 logger.exception("a stream failed")
-            piece.add(reply.failure(error))
-        yield piece.take()
+            await self._send(send, reply.failure(error))
 
-
-class _Piece(list[bytes]):
-    """Encoded events that are still to be written."""
-
-    def add(self, events: Iterator[Event]) -> None:
-        for event in events:  # which may raise: those before are to be written all the same
-            self.append(event.encode())
-
-    def take(self) -> bytes:
-        data = b"".join(self)
-        self.clear()
-        return data
+    async def _send(self, send: Send, events: Iterator[Event]) -> None:
+        """Send events in one piece; if one of them raises, those before it all the same."""
+        self._last_time = asyncio.get_running_loop().time()
+        data = bytearray()
+        try:
+            for event in events:
+                data += event.encode()
+        finally:
+            if data:
+                await send({"type": "http.response.body", "body": bytes(data), "more_body": True})
 
 
 def _strip_end(output: RequestOutput) -> None:
