@@ -1,8 +1,9 @@
 """ChatTemplates: conversations rendered to prompt text, as transformers renders them. Torch-free.
 
 A template is a program from a checkpoint or a request, so it runs in Jinja's sandbox and whatever
-it raises is the request's error, in the template's own words. What it would leave out of the prompt
-without a word is refused here: variables that it does not read, tool calls that it does not render.
+it raises is the request's error, in the template's own words. Nothing is left out of the prompt
+without a word: variables that it does not read are refused here, and tool calls that it does not
+render are made part of the message's text.
 """
 
 import json
@@ -129,10 +130,16 @@ def _words(tree: nodes.Template) -> frozenset[str]:
 def _known_to(compiled: _Compiled, message: Mapping[str, Any]) -> Mapping[str, Any]:
     """`message` for a template that may not know developers or tool calls."""
     if message.get("tool_calls") and "tool_calls" not in compiled.words:
-        raise InvalidRequest("chat template: it does not render tool_calls", "messages")
+        return {**message, "content": _with_calls(message)}
     if message.get("role") == "developer" and "developer" not in compiled.words:
         return {**message, "role": "system"}  # its older name
     return message
+
+
+def _with_calls(message: Mapping[str, Any]) -> str:
+    """What a message says and, a line each, its tool calls as models write them."""
+    calls = [json.dumps(call["function"], ensure_ascii=False) for call in message["tool_calls"]]
+    return "\n".join([message["content"], *calls] if message["content"] else calls)
 
 
 class _GenerationTag(Extension):

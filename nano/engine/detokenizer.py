@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from nano.engine.tokenizer import Tokenizer
 
 _utf8_decoder = codecs.getincrementaldecoder("utf-8")
+_REPLACEMENT = "\ufffd"
 _LONGEST_INCOMPLETE = 3  # bytes of a UTF-8 character that lacks its last one
 
 
@@ -22,7 +23,8 @@ class IncrementalDetokenizer:
 
     The texts of `step` and `flush` joined are what decoding prompt and output at once adds to the
     prompt's text: a leading space is kept, and a character begun by the prompt's last token is
-    completed. No text holds half a character; U+FFFD appears only where the whole decode has it.
+    completed. If it is not, its U+FFFD is in the prompt's text already, and does not come again. No
+    text holds half a character; U+FFFD appears only where the whole decode has it.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class IncrementalDetokenizer:
             if len(tail) >= _LONGEST_INCOMPLETE:
                 break
         self._decoder.decode(tail)
+        self._is_in_prompts_character = bool(self._pending)
         # Only text that starts at the very beginning loses the tokenizer's dummy space.
         self._strip_next = tokenizer.strips_first_space and not tail
 
@@ -49,8 +52,35 @@ class IncrementalDetokenizer:
         if self._strip_next and data:
             data = data.removeprefix(b" ")
             self._strip_next = False
-        return self._decoder.decode(data)
+        text = self._decoder.decode(data)
+        return self._without_prompts(text) if self._is_in_prompts_character else text
+
+    def settle(self, token_id: int) -> str:
+        """U+FFFD if `token_id`, which is to be stepped next, breaks off a character; else nothing.
+
+        `step` then gives the token's own characters only. Without it they come with the U+FFFD.
+        """
+        first = b"" if token_id in self._hidden else self._token_bytes(token_id)[:1]
+        if not first or not self._pending:
+            return ""
+        try:
+            _utf8_decoder().decode(self._pending + first)
+        except UnicodeDecodeError:
+            return self.flush()
+        return ""
 
     def flush(self) -> str:
         """U+FFFD if the output ends inside a character, else nothing. Call once, at the end."""
-        return self._decoder.decode(b"", True)
+        text = self._decoder.decode(b"", True)
+        return self._without_prompts(text) if self._is_in_prompts_character else text
+
+    @property
+    def _pending(self) -> bytes:
+        """The bytes of a character that has begun."""
+        return self._decoder.getstate()[0]
+
+    def _without_prompts(self, text: str) -> str:
+        """`text` without the U+FFFD that the prompt's text ends with."""
+        if text:
+            self._is_in_prompts_character = False
+        return text.removeprefix(_REPLACEMENT)

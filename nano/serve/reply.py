@@ -12,6 +12,8 @@ from nano.outputs import RequestOutput
 Json = dict[str, Any]
 
 _encoder = msgspec.json.Encoder()  # a tenth of what json.dumps takes, for each token of each stream
+# Ends of lines to Unicode, though not to server-sent events: many clients split streams there.
+_LINE_ENDS = {char.encode(): f"\\u{ord(char):04x}".encode() for char in "\x85\u2028\u2029"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,12 @@ class Event:
     name: str | None = None
 
     def encode(self) -> bytes:
-        data = self.data.encode() if isinstance(self.data, str) else _encoder.encode(self.data)
+        if isinstance(self.data, str):
+            data = self.data.encode()
+        else:
+            data = _encoder.encode(self.data)
+            for char, escaped in _LINE_ENDS.items():
+                data = data.replace(char, escaped)
         name = b"" if self.name is None else b"event: %b\n" % self.name.encode()
         return b"%bdata: %b\n\n" % (name, data)
 

@@ -7,6 +7,7 @@ from openai import OpenAI
 from tokenizers import Tokenizer, processors
 
 from tests.serve.server import Server
+from tests.serve.words import make_words
 from tests.tiny import BOS_TOKEN_ID, make_checkpoint
 
 
@@ -52,7 +53,7 @@ def chat_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         folder,
         *("--chat-template", str(template), "--trust-request-chat-template"),
         *("--scheduling-policy", "priority", "--speculative-config", json.dumps(proposers)),
-        *("--logits-processors", "tests.serve.always:Always"),
+        *("--logits-processors", "tests.serve.script:Script"),
         *("--served-model-name", "tiny", "other"),
     )
     yield server
@@ -73,6 +74,23 @@ def write_bos(folder: Path) -> None:
 def short_server(checkpoint: Path) -> Iterator[Server]:
     """A context so short that calls made at random take no time."""
     server = Server(checkpoint, "--max-model-len", "64", "--max-num-seqs", "4")
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def words_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Tokens are pieces of words. Its KV cache holds 512 tokens, half of its context.
+
+    Log probabilities are those of what is sampled from, so that some are infinite.
+    """
+    server = Server(
+        make_words(tmp_path_factory.mktemp("serve") / "words"),
+        *("--chat-template", "{% for message in messages %}{{ message.content }}{% endfor %}"),
+        *("--num-gpu-blocks-override", "32", "--max-num-seqs", "4"),
+        *("--max-num-batched-tokens", "128", "--logprobs-mode", "processed_logprobs"),
+        *("--logits-processors", "tests.serve.script:Script"),
+    )
     yield server
     server.stop()
 

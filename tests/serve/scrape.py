@@ -1,6 +1,7 @@
 """What a server's /metrics say, for tests."""
 
 import time
+from collections.abc import Mapping
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -22,7 +23,7 @@ def scrape(http: httpx.Client) -> dict[str, float]:
     return samples
 
 
-def wait_for(http: httpx.Client, wanted: dict[str, float], seconds: float = 120) -> None:
+def wait_for(http: httpx.Client, wanted: Mapping[str, float], seconds: float = 120) -> None:
     """Until `scrape` says what is `wanted`."""
     deadline = time.monotonic() + seconds
     while True:

@@ -131,7 +131,7 @@ SHARED_EFFECTS: dict[str, Effect] = {
     "bad_words": Effect(
         ["A"], lambda plain, given: given.text == "B" * 8, {"allowed_token_ids": [65, 66]}
     ),
-    "vllm_xargs": Effect({"always": 68}, lambda plain, given: given.text == "D" * 8),
+    "vllm_xargs": Effect({"script": [68] * 8}, lambda plain, given: given.text == "D" * 8),
     "max_tokens": Effect(3, lambda plain, given: given.num_tokens == 3),
     "min_tokens": Effect(
         4, lambda plain, given: (plain.num_tokens, given.num_tokens) == (1, 5), ENDS_AT_ONCE

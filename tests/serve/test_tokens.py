@@ -135,12 +135,19 @@ class TestMessages:
         message = {"role": "assistant", "tool_calls": [empty], "content": "so"}
         assert rendered(chat_server, message) == "[assistant]soc1:f;"
 
-    def test_a_template_that_would_drop_calls_refuses_them(self, chat_server: Server) -> None:
-        messages = [{"role": "assistant", "tool_calls": [CALL]}]
-        template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-        fields = {"messages": messages, "chat_template": template}
-        message = refused(chat_server, "/v1/chat/completions", "messages", **fields)
-        assert "it does not render tool_calls" in message
+    def test_calls_are_text_to_a_template_that_does_not_know_them(
+        self, chat_server: Server
+    ) -> None:
+        template = "<s>[{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+        other = {**CALL, "function": {"name": "neg", "arguments": '{"x": "é"}'}}
+        add, neg = (
+            '{"name": "add", "arguments": {"x": 1}}',
+            '{"name": "neg", "arguments": {"x": "é"}}',
+        )
+        for said, text in (({}, ""), ({"content": None}, ""), ({"content": "so"}, "so\n")):
+            message = {"role": "assistant", "tool_calls": [CALL, other], **said}
+            found = rendered(chat_server, message, chat_template=template)
+            assert found == f"[assistant:{text}{add}\n{neg};"
 
     def test_refusals_are_what_the_assistant_said(self, chat_server: Server) -> None:
         part = {"type": "refusal", "refusal": "no"}

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
-from nano.errors import EngineUnavailable, InvalidRequest
+from nano.errors import EngineUnavailable, InvalidRequest, RequestFailed
 
 MAX_SENTENCES = 8  # of one answer about a field that is wrong in many places
 
@@ -150,6 +150,7 @@ def install_error_handlers(app: FastAPI, shapes: Mapping[str, ErrorShape]) -> No
         InvalidRequest,
         HTTPException,
         EngineUnavailable,
+        RequestFailed,  # or it counts as a bug of ours: a traceback, and an end of the connection
         Exception,
     ):
         app.add_exception_handler(kind, answer)

@@ -169,7 +169,10 @@ def check_certificates(options: ServerOptions) -> None:
 
 
 def _bind_port(host: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # Only where the protocol is named does asyncio turn off Nagle's algorithm, under which every
+    # second write waits for the caller to acknowledge the first: 40 ms.
+    listener = socket.socket(family, proto=socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))

@@ -240,6 +240,7 @@ class GenerationBody(Body):
 
 
 def _token_id(key: str) -> int:
-    if not (key.isascii() and key.isdigit() and len(key) <= 10):
+    # As JSON writes a number: "05" would be a second name for the same token.
+    if not (key.isascii() and key.isdigit() and len(key) <= 10 and key == str(int(key))):
         raise InvalidRequest(f"logit_bias must have token ids as keys, got {key!r}", "logit_bias")
     return int(key)

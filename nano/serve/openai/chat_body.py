@@ -16,7 +16,9 @@ Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
 
 class ChatBody(GenerationBody, ConversationBody):
     messages: Messages = applied("messages of text, tools' answers and the assistant's calls", ...)
-    max_completion_tokens: int | None = applied("max_tokens under its newer name")
+    max_completion_tokens: int | None = applied(
+        "max_tokens under its newer name, which holds if both are given"
+    )
     logprobs: bool | None = applied("true or false")
     top_logprobs: int | None = applied("0 to the server's max_logprobs; needs logprobs")
     echo: bool | None = applied(
@@ -54,12 +56,6 @@ class ChatBody(GenerationBody, ConversationBody):
     def sampling_values(self) -> dict[str, Any]:
         values = super().sampling_values()
         if self.max_completion_tokens is not None:
-            if self.max_tokens not in (None, self.max_completion_tokens):
-                raise InvalidRequest(
-                    f"max_completion_tokens ({self.max_completion_tokens}) and max_tokens "
-                    f"({self.max_tokens}) differ; give one of them",
-                    "max_completion_tokens",
-                )
             values["max_tokens"] = self.max_completion_tokens
         if self.logprobs:
             values["logprobs"] = self.top_logprobs or 0

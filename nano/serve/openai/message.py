@@ -38,6 +38,7 @@ Part = TextPart | RefusalPart
 class FunctionCall(Body):
     name: str
     arguments: str
+    parsed_arguments: Any = neutral("anything: arguments as a client's helper read them")
 
 
 class ToolCall(Body):
@@ -46,6 +47,7 @@ class ToolCall(Body):
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
+    index: int | None = neutral("any integer: its place among the calls of a stream")
 
     def to_template(self) -> dict[str, Any]:
         """Raises `InvalidRequest`."""
@@ -74,6 +76,7 @@ class ChatMessage(Body):
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     refusal: str | None = None
     annotations: Empty | None = neutral("[]", "annotations cannot be told to the model")
+    parsed: None = refused("what a client's helper made of the text is not told: send content")
     audio: None = refused("audio is not supported")
     function_call: None = refused("function_call is deprecated: send tool_calls")
 

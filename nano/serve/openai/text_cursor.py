@@ -23,15 +23,22 @@ class TextCursor:
 
     def take(self, token_id: int) -> int:
         """The offset of the next token."""
-        begin = self._offset
         if self._num_prompt_tokens == 0:
-            self._offset += len(self._of_output.step(token_id))
-            return begin
+            return self._step(self._of_output, token_id)
         self._num_prompt_tokens -= 1
         token = self._tokenizer.token_text(token_id)
         is_special = token_id in self._tokenizer.special_token_ids
-        if self._prompt is not None and is_special and token in self._prompt:
+        begin = self._offset
+        if self._prompt is not None and is_special and self._prompt.startswith(token, begin):
             self._offset += len(token)  # the caller wrote it; BOS was added
         else:
-            self._offset += len(self._of_prompt.step(token_id))
+            begin = self._step(self._of_prompt, token_id)
+        if self._num_prompt_tokens == 0:
+            self._offset += len(self._of_prompt.flush())
+        return begin
+
+    def _step(self, detokenizer: IncrementalDetokenizer, token_id: int) -> int:
+        self._offset += len(detokenizer.settle(token_id))  # of tokens before it
+        begin = self._offset
+        self._offset += len(detokenizer.step(token_id))
         return begin
