@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from nano.sampling_params import SamplingParams
 
+DRAFT_ON_DEVICE = -1  # in a plan's drafts: one that the worker made after the step before
+
 
 @dataclass(slots=True)
 class TokenLogprobs:
@@ -58,9 +60,11 @@ class StepPlan:
 
     step: int
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)  # the heart
-    # The last len(d) of those tokens are drafts; a request without drafts is absent.
+    # The last len(d) of those tokens are drafts; a request without drafts is absent. Of those that
+    # are all DRAFT_ON_DEVICE the worker takes as many as it has.
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
-    # Before this step. More than the worker counted means that new blocks hold KV of others.
+    # Before this step. More than the worker counted means that new blocks hold KV of others. Absent
+    # for a request whose step before is in flight and verifies drafts: only the worker knows.
     num_computed_tokens: dict[str, int] = field(default_factory=dict)
     new_requests: list[NewRequest] = field(default_factory=list)
     new_block_ids: dict[str, list[int]] = field(default_factory=dict)  # append to known rows
@@ -87,6 +91,8 @@ class StepOutput:
     token_ids: list[list[int]]  # accepted drafts and one more; [] while known tokens remain
     draft_token_ids: list[list[int]]  # proposed for the next step
     draft_sources: list[str]  # the proposer of those, "" if there are none
+    # What stood for DRAFT_ON_DEVICE, by request.
+    verified_token_ids: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)  # of token_ids
     # Prompt tokens num_computed + 1 ... of this step's chunk, for requests that asked.
     prompt_logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
@@ -97,3 +103,10 @@ class StepOutput:
     num_draft_passes: int = 0  # of such models, and
     num_draft_pass_tokens: int = 0  # tokens in these passes, of which
     num_caught_up_tokens: int = 0  # had been known for longer: a prompt, or steps without drafts
+
+
+def num_tokens_of(plan: StepPlan, output: StepOutput) -> int:
+    """Tokens that the step computed: of drafts that the plan did not know, those there were."""
+    found = output.verified_token_ids
+    num_missing = sum(len(plan.draft_token_ids[r]) - len(drafts) for r, drafts in found.items())
+    return plan.num_tokens - num_missing

@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 
 from nano.config import EngineConfig
 from nano.engine.messages import EngineReady, EngineRequest
+from nano.engine.pipeline import Pipeline
 from nano.engine.step_counts import StepCounts
 from nano.errors import InvalidRequest
 from nano.kv_cache.kv_cache_manager import KVCacheManager
@@ -20,7 +21,7 @@ from nano.scheduler.draft_policy import DraftPolicy
 from nano.scheduler.request import Request
 from nano.scheduler.scheduler import Scheduler
 from nano.speculation import ProposerInfo
-from nano.step import StepOutput, StepPlan
+from nano.step import StepOutput, StepPlan, num_tokens_of
 from nano.worker.build_kernels import build_kernels
 
 ControlMethod = Literal["reset_prefix_cache", "stats"]
@@ -70,8 +71,9 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig, executor: Executor):
         assert config.model.max_model_len is not None, "the config is not resolved"
-        info = executor.load()
         self._executor = executor
+        self._pipeline = Pipeline(executor, depth=2 if config.scheduler.async_scheduling else 1)
+        info = self._pipeline.call(executor.load)
         kv_cache = KVCacheManager(
             num_blocks=info.kv_cache.num_blocks,
             block_size=info.kv_cache.block_size,
@@ -111,7 +113,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work
+        return self._scheduler.has_work or self._pipeline.num_in_flight > 0
 
     def add(self, request: EngineRequest) -> TokenOutput | None:
         """Queue a request. One that can never run is refused: the result says why."""
@@ -141,25 +143,30 @@ class EngineCore:
         return self._scheduler.abort(request_ids)
 
     def step(self) -> list[TokenOutput]:
-        """End who is late, compute some tokens of some requests; what is new about them."""
+        """End who is late, plan a step, and take what is new about the requests of the oldest one
+        that is under way: this one, or with async scheduling the one before it.
+        """
         began = time.monotonic()
         late: list[TokenOutput] = []
         for reason, request_ids in self._deadlines.due(began).items():
             late += self._scheduler.abort(request_ids, reason)
         plan = self._scheduler.schedule(began)
-        if plan.is_empty:
+        if not plan.is_empty:
+            self._pipeline.submit(plan)
+        if not self._pipeline.is_full and not (plan.is_empty and self._pipeline.num_in_flight):
             return late
-        started = time.monotonic()
-        output = self._executor.execute(plan)
-        executed = time.monotonic() - started
-        news = self._scheduler.update_from_output(plan, output)
-        self._counts.add(plan, news)
-        self._drafts.observe_step(plan, output, executed, time.monotonic() - began - executed)
+        done = self._pipeline.collect()
+        news = self._scheduler.update_from_output(done.plan, done.output)
+        num_tokens = num_tokens_of(done.plan, done.output)
+        self._counts.add(num_tokens, news)
+        # What runs while a plan is executed takes no time of its own.
+        alone = 0.0 if self._pipeline.overlaps else time.monotonic() - began - done.seconds
+        self._drafts.observe_step(num_tokens, done.output, done.seconds, alone)
         return late + news if late else news
 
     def idle(self) -> None:
         """To be called now and then while there is no work: the worker may have some of its own."""
-        self._executor.idle()
+        self._pipeline.call(self._executor.idle)
 
     def control(self, method: ControlMethod) -> dict[str, float]:
         """A maintenance call.
@@ -186,7 +193,8 @@ class EngineCore:
 
     def close(self) -> None:
         """Let go of the worker and its memory."""
-        self._executor.close()
+        self._pipeline.call(self._executor.close)
+        self._pipeline.close()
 
 
 def build_core(config: EngineConfig) -> EngineCore:

@@ -4,7 +4,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from nano.outputs import TokenOutput
-from nano.step import StepPlan
 
 STEP_TOKEN_BOUNDS = tuple(2**power for power in (0, *range(3, 15)))  # vLLM's: 1, 8, 16 to 16384
 
@@ -18,8 +17,8 @@ class StepCounts:
         self.num_generated_tokens = 0
         self._num_steps_by_size = [0] * (len(STEP_TOKEN_BOUNDS) + 1)
 
-    def add(self, plan: StepPlan, news: Sequence[TokenOutput]) -> None:
-        num_tokens = plan.num_tokens
+    def add(self, num_tokens: int, news: Sequence[TokenOutput]) -> None:
+        """A step that computed `num_tokens`, and what came of it."""
         self.num_steps += 1
         self.num_computed_tokens += num_tokens
         self.num_generated_tokens += sum([len(output.new_token_ids) for output in news])

@@ -18,11 +18,12 @@ class CachedRequest(Protocol):
 
     request_id: str
     token_ids: list[int]  # known tokens, append-only
-    num_computed_tokens: int
     max_num_tokens: int  # `token_ids` never grows past this
     block_hashes: list[BlockHash]  # of the first full blocks of token_ids; extended when needed
     cache_salt: str | None
 
+    @property
+    def num_planned_computed_tokens(self) -> int: ...  # those of a step in flight included
     @property
     def reads_prefix_cache(self) -> bool: ...
 
@@ -109,7 +110,7 @@ class KVCacheManager:
         if (
             not self.enable_prefix_caching
             or not request.reads_prefix_cache
-            or num_held * self.block_size != request.num_computed_tokens
+            or num_held * self.block_size != request.num_planned_computed_tokens
         ):
             return []
         num_blocks = (len(request.token_ids) - 1) // self.block_size
@@ -125,8 +126,8 @@ class KVCacheManager:
     ) -> list[int] | None:
         """Blocks for the next `num_new_tokens` tokens; None if there is no room, nothing changed.
 
-        A request that holds blocks computes from `num_computed_tokens` on; the result is the new
-        ids, to be appended to its block table, and often empty. A request that holds none is
+        A request that holds blocks computes on from what is planned; the result is the new ids, to
+        be appended to its block table, and often empty. A request that holds none is
         admitted: it computes from the end of `hit` on, and the result is its whole table, the
         hit's ids first. Admission takes blocks for `num_new_tokens` only, but is refused unless
         all known tokens would fit now: half a prompt in a full cache helps nobody.
@@ -135,9 +136,8 @@ class KVCacheManager:
         if table is None:
             return self._admit(request, num_new_tokens, hit or PrefixHit())
         assert hit is None, f"{request.request_id} is admitted twice"
-        num_missing = self._num_blocks(request, request.num_computed_tokens + num_new_tokens) - len(
-            table.blocks
-        )
+        num_tokens = request.num_planned_computed_tokens + num_new_tokens
+        num_missing = self._num_blocks(request, num_tokens) - len(table.blocks)
         if num_missing <= 0:
             return []
         if num_missing > self._pool.num_free:

@@ -43,14 +43,17 @@ class DraftPlanner:
 
     def trim(self, running: Iterable[Request], load: StepLoad) -> None:
         """Cut drafts to what is worth verifying in a step of that `load`."""
-        drafted = [request for request in running if request.draft_token_ids]
+        drafted = [request for request in running if request.num_planned_drafts]
         if not drafted:
             return
         kept = self.policy.trim(
-            {r.request_id: (r.draft_source, len(r.draft_token_ids)) for r in drafted}, load
+            {r.request_id: (r.planned_draft_source, r.num_planned_drafts) for r in drafted}, load
         )
         for request in drafted:
             num_kept = kept[request.request_id]
+            if request.in_flight:  # what comes of it is not known yet
+                request.in_flight[-1].num_asked = num_kept
+                continue
             if num_kept == 0:  # what they say of the next token will still be compared with it
                 request.unverified_draft = request.draft_token_ids[0]
             del request.draft_token_ids[num_kept:]
@@ -63,10 +66,11 @@ class DraftPlanner:
             if not request.proposers:
                 continue
             num_drafts = len(plan.draft_token_ids.get(request.request_id, ()))
-            num_after = request.num_computed_tokens + plan.num_scheduled_tokens[request.request_id]
-            samples = num_after == len(request.token_ids) + num_drafts
+            num_after = request.num_planned_computed_tokens
+            num_after += plan.num_scheduled_tokens[request.request_id]
+            samples = num_after == request.num_planned_tokens + num_drafts
             # It gets a token at least, and its last token is never computed.
-            room = request.max_num_tokens - len(request.token_ids) - 2
+            room = request.max_num_tokens - request.num_planned_tokens - 2
             max_tokens = min(request.max_draft_tokens, room)
             if samples and max_tokens > 0:
                 candidates.append(self._candidate(request, max_tokens, room))
@@ -93,15 +97,19 @@ class DraftPlanner:
         )
 
     def take(
-        self, request: Request, plan: StepPlan, token_ids: list[int], num_kept: int
+        self,
+        request: Request,
+        step: int,
+        drafts: list[int],
+        token_ids: list[int],
+        num_kept: int,
     ) -> DraftRecord | None:
-        """Count what a step made of a request's drafts; the record of it, if it is traced.
+        """Count what a step made of a request's `drafts`; the record of it, if it is traced.
 
         `token_ids` are accepted drafts and one more, of which the request keeps `num_kept`. To be
         called before new drafts are noted.
         """
         num_accepted = len(token_ids) - 1
-        drafts = plan.draft_token_ids.get(request.request_id, [])
         source = request.draft_source
         for stats in (self.stats, request.speculation_stats):
             stats.count(source, len(drafts), num_accepted, num_kept)
@@ -113,15 +121,17 @@ class DraftPlanner:
         request.unverified_draft = None
         if not request.traces_drafts:
             return None
-        return DraftRecord(plan.step, source if drafts else "", drafts, token_ids)
+        return DraftRecord(step, source if drafts else "", drafts, token_ids)
 
     def observe_step(
-        self, plan: StepPlan, output: StepOutput, execute_seconds: float, other_seconds: float
+        self, num_tokens: int, output: StepOutput, execute_seconds: float, other_seconds: float
     ) -> None:
-        """Tell the policy what a step took: its execution, and planning and updating it."""
+        """Tell the policy what a step of `num_tokens` took: its execution, and what could not go on
+        beside it of planning and updating.
+        """
         self.policy.observe_step(
             StepTiming(
-                num_tokens=plan.num_tokens,
+                num_tokens=num_tokens,
                 target_seconds=execute_seconds - output.draft_seconds,
                 draft_seconds=output.draft_seconds,
                 num_draft_passes=output.num_draft_passes,

@@ -1,6 +1,7 @@
 """Request: one prompt being continued, as the scheduler sees it. Only the scheduler writes it."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 from nano.kv_cache.block_hash import BlockHash
@@ -20,11 +21,27 @@ class RequestStatus(Enum):
 _NO_WISHES = RequestSpeculation()
 
 
+@dataclass(slots=True)
+class InFlight:
+    """A request's part of a step whose output is still to come. Counts are upper bounds: how many
+    drafts were accepted, and how many were proposed then, only the worker knows.
+    """
+
+    step: int
+    num_tokens: int
+    num_drafts: int  # of these
+    samples: bool  # the step reaches the end of the known tokens
+    num_preemptions: int  # of the request, when it was scheduled: what it computed then is lost
+    num_asked: int = 0  # drafts that will be there afterwards
+    draft_source: str = ""  # the first proposer that was asked for them
+
+
 class Request:
     """A prompt, what was generated, and how much of that has valid KV.
 
     Holds: 0 <= num_computed_tokens <= num_tokens <= max_num_tokens, and there are drafts only if
-    all tokens but the newest are computed. The arguments are those of one prompt of the front
+    all tokens but the newest are computed. The `num_planned_...` say the same of the moment when
+    the steps in flight will have ended. The arguments are those of one prompt of the front
     end, with n = 1; `max_tokens` None means the rest of the context. `deadline` is when it must
     have ended and `queue_deadline` when it must have begun, in seconds of the caller's clock.
     """
@@ -41,6 +58,7 @@ class Request:
         "finish_reason",
         "first_scheduled_time",
         "has_reported",
+        "in_flight",
         "max_draft_tokens",
         "max_num_tokens",
         "num_cached_tokens",
@@ -99,6 +117,7 @@ class Request:
         self.draft_token_ids: list[int] = []  # guesses for the next step
         self.draft_source = ""  # whose they are
         self.unverified_draft: int | None = None  # the first of those that were not worth a step
+        self.in_flight: list[InFlight] = []  # its parts of steps without output, oldest first
         self.num_verifications = 0  # steps in which it sampled
         self.num_read: dict[str, int] = {}  # tokens that models with KV of their own were shown
         self.speculation_stats = SpeculationStats()
@@ -122,6 +141,33 @@ class Request:
     def num_tokens(self) -> int:
         """Known tokens."""
         return len(self.token_ids)
+
+    @property
+    def num_planned_tokens(self) -> int:
+        """Known tokens once all that is in flight has ended, at most."""
+        num_tokens = len(self.token_ids)
+        for part in self.in_flight:
+            if part.samples:
+                num_tokens += part.num_drafts + 1
+        return num_tokens
+
+    @property
+    def num_planned_computed_tokens(self) -> int:
+        """Tokens with KV then, at most."""
+        num_tokens = self.num_computed_tokens
+        for part in self.in_flight:
+            num_tokens += part.num_tokens
+        return num_tokens
+
+    @property
+    def num_planned_drafts(self) -> int:
+        """Guesses that the next step may verify, at most."""
+        return self.in_flight[-1].num_asked if self.in_flight else len(self.draft_token_ids)
+
+    @property
+    def planned_draft_source(self) -> str:
+        """Who makes those guesses, as far as is known."""
+        return self.in_flight[-1].draft_source if self.in_flight else self.draft_source
 
     @property
     def num_output_tokens(self) -> int:

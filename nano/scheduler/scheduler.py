@@ -5,6 +5,7 @@ that a request has and whose KV is not computed yet. Owns every `Request`; reads
 """
 
 from bisect import insort
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
@@ -14,13 +15,14 @@ from nano.kv_cache.kv_cache_manager import KVCacheManager, PrefixHit
 from nano.outputs import FinishReason, TokenOutput
 from nano.scheduler.draft_planner import DraftPlanner
 from nano.scheduler.draft_policy import DraftPolicy
-from nano.scheduler.request import Request, RequestStatus
+from nano.scheduler.report import new_prompt_logprobs, report, slice_logprobs
+from nano.scheduler.request import InFlight, Request, RequestStatus
 from nano.scheduler.request_queue import Policy, make_request_queue
 from nano.scheduler.step_time import StepLoad
 from nano.scheduler.token_budget import TokenBudget
-from nano.step import NewRequest, StepOutput, StepPlan, TokenLogprobs
+from nano.step import DRAFT_ON_DEVICE, NewRequest, StepOutput, StepPlan
 
-_by_urgency = attrgetter("urgency")
+by_urgency = attrgetter("urgency")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +40,17 @@ class SchedulerStats:
 class Scheduler:
     """Decides each step under a token budget, and applies each step's output.
 
-    Called in turns: `schedule`, then `update_from_output` with that plan, with `add` and `abort`
-    at any moment. The running requests are served before the waiting ones and in order: by
-    admission under "fcfs", by urgency under "priority". Whoever needs blocks that are not there
-    takes them from the last in that order, so the first always makes progress and a victim has
-    never been scheduled already in the same step. A preempted request computes its KV again,
-    less what the prefix cache still has.
+    `schedule`, then `update_from_output` with that plan, in turns; or one plan ahead, so that there
+    are two before the first output. `add` and `abort` come at any moment. The running requests are
+    served before the waiting ones and in order: by admission under "fcfs", by urgency under
+    "priority". Whoever needs blocks that are not there takes them from the last in that order, so
+    the first always makes progress and a victim has never been scheduled already in the same step.
+    A preempted request computes its KV again, less what the prefix cache still has.
+
+    A plan that is one ahead takes each request for as far as the step before may bring it. The
+    token that step samples, and the drafts that it makes, stay with the worker: the plan has
+    placeholders for them, as many as there can be. What turns out to be of no use, since the
+    request has ended or was preempted, is dropped when it comes.
 
     token_budget                  most tokens per step
     max_num_requests              most requests running at once
@@ -81,7 +88,8 @@ class Scheduler:
         self.requests: dict[str, Request] = {}  # running and waiting
         self.waiting = make_request_queue(policy)
         self.running: list[Request] = []  # whoever comes first is served first
-        self._in_flight: dict[str, Request] = {}  # in the plan that is being executed
+        self._scheduled: dict[str, Request] = {}  # in the plan that is being made
+        self._in_flight: deque[dict[str, tuple[Request, InFlight]]] = deque()  # by plan
         self._rows_to_forget: list[str] = []
         self._preempted_rows: list[str] = []
         self._step = 0
@@ -92,7 +100,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether the next plan will compute something."""
+        """Whether anybody waits for tokens."""
         return bool(self.requests)
 
     def stats(self) -> SchedulerStats:
@@ -144,16 +152,17 @@ class Scheduler:
             if request is not None:
                 request.finish_reason = reason
                 self._finish(request)
-                updates.append(self._report(request, []))
+                updates.append(report(request, []))
         self._drop_finished()
         return updates
 
     def schedule(self, now: float) -> StepPlan:
         """The next step. `now` is the caller's clock in seconds, for `first_scheduled_time`.
 
-        The plan is empty only if there is no work. Rows to forget wait for a plan that is not.
+        The plan is empty if there is no work, or none before the output of the step in flight.
+        Rows to forget wait for a plan that is not.
         """
-        assert not self._in_flight, f"step {self._step} has had no update_from_output"
+        assert len(self._in_flight) <= 1, f"step {self._step - 1} has had no update_from_output"
         self._step += 1
         plan = StepPlan(self._step)
         num_preemptions = self._num_preemptions
@@ -164,8 +173,33 @@ class Scheduler:
         if not plan.is_empty:
             plan.finished_request_ids, self._rows_to_forget = self._rows_to_forget, []
             plan.preempted_request_ids, self._preempted_rows = self._preempted_rows, []
-        self.drafts.ask(plan, self._in_flight.values(), self._known_load(plan))
+            self.drafts.ask(plan, self._scheduled.values(), self._known_load(plan))
+            self._take_off(plan)
         return plan
+
+    def _take_off(self, plan: StepPlan) -> None:
+        """The plan is made, and its requests are in flight with it."""
+        scheduled, self._scheduled = self._scheduled, {}
+        in_flight = {}
+        for request_id, request in scheduled.items():
+            num_tokens = plan.num_scheduled_tokens[request_id]
+            num_drafts = len(plan.draft_token_ids.get(request_id, ()))
+            num_after = request.num_planned_computed_tokens + num_tokens
+            part = InFlight(
+                plan.step,
+                num_tokens,
+                num_drafts,
+                num_after == request.num_planned_tokens + num_drafts,
+                request.num_preemptions,
+            )
+            asks = plan.draft_requests.get(request_id)
+            if asks:
+                part.num_asked = max(ask.num_tokens for ask in asks)
+                part.draft_source = asks[0].proposer
+            in_flight[request_id] = (request, part)
+        for request, part in in_flight.values():
+            request.in_flight.append(part)
+        self._in_flight.append(in_flight)
 
     def _known_load(self, plan: StepPlan | None = None) -> StepLoad:
         """What the next step has to do, as far as can be told: after `plan`, if any."""
@@ -173,8 +207,9 @@ class Scheduler:
         budget = self.budget.num_tokens
         num_tokens = num_outputs = 0
         for request in self.running:
-            num_computed = request.num_computed_tokens + scheduled.get(request.request_id, 0)
-            num_tokens += max(1, len(request.token_ids) - num_computed)
+            num_computed = request.num_planned_computed_tokens
+            num_computed += scheduled.get(request.request_id, 0)
+            num_tokens += max(1, request.num_planned_tokens - num_computed)
             num_outputs += num_tokens <= budget
         if self.waiting and len(self.running) < self.max_num_requests:
             num_tokens += self.waiting.peek().num_tokens
@@ -190,9 +225,12 @@ class Scheduler:
             # while a long prompt, or many drafts, run ahead of it.
             share = max(1, budget - (len(self.running) - num_served))
             shared_ids = self._extend_prefix(request)
-            num_tokens = self.budget.num_tokens_of(request, request.num_computed_tokens, share)
+            num_computed = request.num_planned_computed_tokens
+            num_tokens = self.budget.num_tokens_of(request, num_computed, share)
+            if not num_tokens:
+                continue  # the step in flight may be its last
             block_ids = self.kv_cache.allocate(request, num_tokens)
-            if block_ids is None and request.draft_token_ids:
+            if block_ids is None and request.num_planned_drafts:
                 num_tokens = 1  # a guess is not worth a preemption
                 block_ids = self.kv_cache.allocate(request, num_tokens)
             if block_ids is None:
@@ -201,13 +239,13 @@ class Scheduler:
                     break  # it was the last, and gave way itself
             if shared_ids or block_ids:
                 plan.new_block_ids[request.request_id] = shared_ids + block_ids
-            budget -= min(share, self.budget.cost(request, request.num_computed_tokens, num_tokens))
+            budget -= min(share, self.budget.cost(request, num_computed, num_tokens))
             self._put_in_plan(plan, request, num_tokens)
         return budget
 
     def _extend_prefix(self, request: Request) -> list[int]:
         """Read on in the prefix cache, if there is more than one token to compute anyway."""
-        if len(request.token_ids) - request.num_computed_tokens <= 1:
+        if request.num_planned_tokens - request.num_planned_computed_tokens <= 1:
             return []
         block_ids = self.kv_cache.extend_prefix(request)
         self._count_hit(request, len(block_ids) * self.kv_cache.block_size)
@@ -243,17 +281,19 @@ class Scheduler:
             self._put_in_plan(plan, request, num_tokens)
 
     def _put_in_plan(self, plan: StepPlan, request: Request, num_tokens: int) -> None:
-        request_id = request.request_id
-        num_computed, num_known = request.num_computed_tokens, len(request.token_ids)
+        request_id, in_flight = request.request_id, request.in_flight
+        num_computed, num_known = request.num_planned_computed_tokens, request.num_planned_tokens
         plan.num_scheduled_tokens[request_id] = num_tokens
-        plan.num_computed_tokens[request_id] = num_computed
+        if not any(part.num_drafts for part in in_flight):  # else the worker knows
+            plan.num_computed_tokens[request_id] = num_computed
         num_after = num_computed + num_tokens
-        if num_after > num_known:
-            plan.draft_token_ids[request_id] = request.draft_token_ids[: num_after - num_known]
-            num_after = num_known
+        num_drafts = num_after - num_known
+        if num_drafts > 0:
+            drafts = [DRAFT_ON_DEVICE] * num_drafts if in_flight else request.draft_token_ids
+            plan.draft_token_ids[request_id] = drafts[:num_drafts]
         # Blocks that this step fills can be hit from here on, in this very step.
-        self.kv_cache.cache_blocks(request, num_after)
-        self._in_flight[request_id] = request
+        self.kv_cache.cache_blocks(request, min(num_after, len(request.token_ids)))
+        self._scheduled[request_id] = request
 
     def _allocate_by_preemption(self, request: Request, num_tokens: int) -> list[int] | None:
         """Evict from the end of `running` until `request` fits; None if it is evicted itself."""
@@ -267,12 +307,13 @@ class Scheduler:
         return block_ids
 
     def _preempt(self, request: Request) -> None:
-        assert request.request_id not in self._in_flight, f"{request.request_id} is scheduled"
+        assert request.request_id not in self._scheduled, f"{request.request_id} is scheduled"
         self._release(request)
+        request.in_flight = []  # it will compute that again, and sample the same
         self._preempted_rows.append(request.request_id)
         request.status = RequestStatus.WAITING
         request.num_computed_tokens = 0
-        request.draft_token_ids = []
+        request.draft_token_ids, request.unverified_draft = [], None
         request.num_preemptions += 1
         self._num_preemptions += 1
         self.waiting.put_back(request)
@@ -284,7 +325,7 @@ class Scheduler:
         self._num_prefix_query_tokens += request.num_tokens
         self._count_hit(request, hit.num_tokens)
         if self.policy == "priority":
-            insort(self.running, request, key=_by_urgency)
+            insort(self.running, request, key=by_urgency)
         else:
             self.running.append(request)
 
@@ -295,102 +336,89 @@ class Scheduler:
         self._num_prefix_hit_tokens += num_tokens
 
     def update_from_output(self, plan: StepPlan, output: StepOutput) -> list[TokenOutput]:
-        """Apply the output of `plan`; news of the requests that have any, in the plan's order."""
-        assert plan.step == self._step, f"plan {plan.step} is not the last one, {self._step}"
-        assert len(output.request_ids) == len(self._in_flight), "not every request was answered"
-        in_flight, self._in_flight = self._in_flight, {}
+        """Apply the output of `plan`, the oldest without; news of the requests that have any, in
+        the plan's order.
+        """
+        in_flight = self._in_flight[0]
+        [oldest] = {part.step for _, part in in_flight.values()}
+        assert plan.step == oldest, f"plan {plan.step} is not the oldest, {oldest}"
+        assert len(output.request_ids) == len(in_flight), "not every request was answered"
+        self._in_flight.popleft()
         updates = []
         has_finished = False
         for request_id, token_ids, draft_token_ids, source in zip(
             output.request_ids, output.token_ids, output.draft_token_ids, output.draft_sources
         ):
-            request = in_flight[request_id]
+            request, part = in_flight[request_id]
             if request.status is not RequestStatus.RUNNING:
                 continue  # aborted while it was computed
+            if request.num_preemptions != part.num_preemptions:
+                continue
             if request_id in output.errors:
                 update = self._fail(request, output.errors[request_id])
             else:
-                self._advance(request, plan, token_ids)
+                verified = output.verified_token_ids.get(request_id)
+                if verified is None:
+                    verified = plan.draft_token_ids.get(request_id, [])
+                self._advance(request, part, verified, token_ids)
                 num_kept = request.append(token_ids)
                 draft = None
                 if token_ids:
-                    draft = self.drafts.take(request, plan, token_ids, num_kept)
-                request.draft_token_ids, request.draft_source = draft_token_ids, source
+                    draft = self.drafts.take(request, plan.step, verified, token_ids, num_kept)
+                self._note_drafts(request, draft_token_ids, source)
                 num_valid = min(request.num_computed_tokens, len(request.token_ids))
                 self.kv_cache.cache_blocks(request, num_valid)
-                prompt_logprobs = self._new_prompt_logprobs(request, plan, output)
+                prompt_logprobs = new_prompt_logprobs(request, plan, output)
                 if request.finish_reason is not None:
                     self._finish(request)
                 elif not token_ids and prompt_logprobs is None and request.has_reported:
                     continue
-                update = self._report(request, token_ids[:num_kept])
+                update = report(request, token_ids[:num_kept])
                 update.prompt_logprobs = prompt_logprobs
                 update.draft = draft
                 logprobs = output.logprobs.get(request_id)
                 if logprobs is not None:
-                    update.logprobs = _slice(logprobs, 0, num_kept)
+                    update.logprobs = slice_logprobs(logprobs, 0, num_kept)
             updates.append(update)
             has_finished |= request.finish_reason is not None
         if has_finished:
             self._drop_finished()
         return updates
 
-    def _advance(self, request: Request, plan: StepPlan, token_ids: list[int]) -> None:
+    def _advance(
+        self, request: Request, part: InFlight, drafts: list[int], token_ids: list[int]
+    ) -> None:
         """Count as computed what the step computed, less the drafts that were rejected.
 
         Afterwards a request that sampled has exactly one token without KV: the newest.
         """
         request_id = request.request_id
-        drafts = plan.draft_token_ids.get(request_id, [])
-        num_computed = request.num_computed_tokens + plan.num_scheduled_tokens[request_id]
+        num_computed = request.num_computed_tokens + part.num_tokens - part.num_drafts
         if token_ids:
             request.num_verifications += 1
             num_accepted = len(token_ids) - 1
             assert token_ids[:num_accepted] == drafts[:num_accepted], (
                 f"{request_id}: drafts {drafts}, but accepted {token_ids[:num_accepted]}"
             )
-            num_computed -= len(drafts) - num_accepted
+            num_computed += num_accepted
         samples = num_computed >= len(request.token_ids)
         assert samples == bool(token_ids), f"{request_id}: sampled {token_ids}"
         request.num_computed_tokens = num_computed
+        assert request.in_flight.pop(0) is part, f"{request_id}: outputs are out of order"
 
-    def _new_prompt_logprobs(
-        self, request: Request, plan: StepPlan, output: StepOutput
-    ) -> TokenLogprobs | None:
-        """The prompt logprobs of this step that were not delivered before a preemption."""
-        if not output.prompt_logprobs:
-            return None
-        logprobs = output.prompt_logprobs.get(request.request_id)
-        if logprobs is None:
-            return None
-        # Entry i of a request is prompt token i + 1: nothing precedes token 0.
-        start = plan.num_computed_tokens[request.request_id]
-        stop = start + len(logprobs.token_ids)
-        num_known = request.num_prompt_logprobs
-        assert start <= num_known, f"{request.request_id}: no logprobs {num_known} to {start}"
-        if stop <= num_known:
-            return None
-        request.num_prompt_logprobs = stop
-        return _slice(logprobs, num_known - start, stop - start)
-
-    def _report(self, request: Request, new_token_ids: list[int]) -> TokenOutput:
-        update = TokenOutput(
-            request.request_id, new_token_ids, request.finish_reason, request.stop_token_id
-        )
-        if request.num_output_tokens == len(new_token_ids):
-            update.num_cached_tokens = request.num_cached_tokens
-        if not request.has_reported:
-            request.has_reported = True
-            update.first_scheduled_time = request.first_scheduled_time
-        if request.finish_reason is not None:
-            update.speculation = request.speculation_stats
-        return update
+    def _note_drafts(self, request: Request, token_ids: list[int], source: str) -> None:
+        """Keep the drafts that a step made, unless the next one is in flight and has them."""
+        request.draft_source = source
+        if not request.in_flight:
+            request.draft_token_ids = token_ids
+        elif token_ids and not request.in_flight[0].num_drafts:
+            request.unverified_draft = token_ids[0]
 
     def _fail(self, request: Request, error: str) -> TokenOutput:
         self.kv_cache.forget(request)  # nobody may read what it wrote, nor what it read
         request.finish_reason = FinishReason.ERROR
         self._finish(request)
-        update = self._report(request, [])
+        update = report(request, [])
         update.error = error
         return update
 
@@ -414,30 +442,3 @@ class Scheduler:
     def _drop_finished(self) -> None:
         # One pass for all: removing them one by one is quadratic when many end together.
         self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
-
-    def check_invariants(self) -> None:
-        """Raise AssertionError unless requests, queues and KV blocks agree. For tests."""
-        self.kv_cache.check_invariants()
-        assert len(self.running) <= self.max_num_requests
-        assert len(self.running) + len(self.waiting) == len(self.requests)
-        if self.policy == "priority":
-            assert self.running == sorted(self.running, key=_by_urgency)
-        for request in self.requests.values():
-            name, num_tokens = request.request_id, request.num_tokens
-            num_computed = request.num_computed_tokens
-            num_slots = len(self.kv_cache.block_ids(request)) * self.kv_cache.block_size
-            assert request.finish_reason is None, f"{name} has ended"
-            assert num_tokens < request.max_num_tokens, f"{name} should have ended"
-            assert 0 <= num_computed < num_tokens, f"{name}: {num_computed} of {num_tokens}"
-            assert num_computed <= num_slots, f"{name}: {num_computed} tokens in {num_slots} slots"
-            if request.draft_token_ids:
-                assert num_computed == num_tokens - 1, f"{name} has drafts too early"
-            is_running = request in self.running
-            assert is_running == (request.status is RequestStatus.RUNNING), f"{name} is misplaced"
-            assert is_running or (num_computed, num_slots) == (0, 0), f"{name} waits with blocks"
-
-
-def _slice(logprobs: TokenLogprobs, start: int, stop: int) -> TokenLogprobs:
-    return TokenLogprobs(
-        logprobs.token_ids[start:stop], logprobs.logprobs[start:stop], logprobs.ranks[start:stop]
-    )

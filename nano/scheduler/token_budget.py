@@ -25,9 +25,9 @@ class TokenBudget:
         """How many of its tokens, known ones first and then drafts, fit into what is `left`.
 
         The last token that a request may have is never computed, which leaves no room for drafts
-        that could not be accepted.
+        that could not be accepted. 0 if the step in flight may have given it that token.
         """
-        num_known = len(request.token_ids) - num_computed
+        num_known = request.num_planned_tokens - num_computed
         if num_known > 1 and self.costly_context is not None:
             # The largest n whose cost is within the budget, but at least one token.
             weight = self.costly_context + num_computed
@@ -36,14 +36,14 @@ class TokenBudget:
         if num_known > 1 and self.chunk_cap < self.num_tokens:
             left = self._end_at_block(num_computed, num_known, min(self.chunk_cap, left))
         room = request.max_num_tokens - 1 - num_computed
-        return min(num_known + len(request.draft_token_ids), room, left)
+        return max(0, min(num_known + request.num_planned_drafts, room, left))
 
     def cost(self, request: Request, num_computed: int, num_tokens: int) -> int:
         """What `num_tokens` from position `num_computed` on take of the budget, in tokens.
 
         A decode token counts as one at any context: it is not the budget's to make it cheaper.
         """
-        if self.costly_context is None or len(request.token_ids) - num_computed <= 1:
+        if self.costly_context is None or request.num_planned_tokens - num_computed <= 1:
             return num_tokens
         mean_context = num_computed + num_tokens / 2
         return math.ceil(num_tokens * (1 + mean_context / self.costly_context))

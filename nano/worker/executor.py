@@ -31,14 +31,15 @@ class SingleProcessExecutor(Executor):
     """One worker, in this process."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._worker: Worker | None = Worker(config)
+        self._config = config
+        self._worker: Worker | None = None
 
     def load(self) -> WorkerInfo:
-        assert self._worker is not None
+        self._worker = Worker(self._config)
         return self._worker.load()
 
     def execute(self, plan: StepPlan) -> StepOutput:
-        assert self._worker is not None, "the executor is closed"
+        assert self._worker is not None, "the executor is not loaded, or closed"
         return self._worker.execute(plan)
 
     def idle(self) -> None:

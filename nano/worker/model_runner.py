@@ -17,6 +17,7 @@ from torch import Tensor
 from nano.attention.op import ForwardContext, forward_context
 from nano.compile.artifact import ForwardFn
 from nano.model_input.input_batch import InputBatch, InputBatchBuilder, LogitsRows
+from nano.model_input.own_drafts import OwnDrafts
 from nano.model_input.request_states import RequestStates
 from nano.models.decoder import Decoder
 from nano.sampling.logprobs import gather_logprobs
@@ -34,6 +35,7 @@ class _Forwarded:
 
     plan: StepPlan
     batch: InputBatch
+    verified: dict[str, list[int]]  # drafts of our own, by request
     hidden: Tensor  # [T, hidden]
     seconds: float
 
@@ -58,6 +60,7 @@ class ModelRunner:
         self.batch_builder = batch_builder
         self.sampler = sampler
         self.proposers = proposers
+        self.own_drafts = OwnDrafts()
         self._forwarded: _Forwarded | None = None
 
     @torch.inference_mode()
@@ -67,13 +70,14 @@ class ModelRunner:
 
     def forward(self, plan: StepPlan) -> None:
         started = time.perf_counter()
+        plan, verified = self.own_drafts.fill_in(plan)
         self.states.apply(plan)
         self.proposers.update(plan, self.states)
         batch = self.batch_builder.build(plan)
         self.context.backend.plan(batch.attention)
         with forward_context(self.context):
             hidden = self.model_forward(batch.input_ids, batch.positions)
-        self._forwarded = _Forwarded(plan, batch, hidden, time.perf_counter() - started)
+        self._forwarded = _Forwarded(plan, batch, verified, hidden, time.perf_counter() - started)
 
     @property
     def hidden(self) -> Tensor:
@@ -100,11 +104,13 @@ class ModelRunner:
             )
         sampled_at = time.perf_counter()
         drafts = self.proposers.propose(step.plan, batch, sampled.token_ids, self.states)
+        self.own_drafts.keep(batch.request_ids, drafts.token_ids)
         return StepOutput(
             request_ids=batch.request_ids,
             token_ids=sampled.token_ids,
             draft_token_ids=drafts.token_ids,
             draft_sources=drafts.sources,
+            verified_token_ids=step.verified,
             logprobs=sampled.logprobs,
             prompt_logprobs=prompt_logprobs,
             errors=sampled.errors,

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from nano.config import EngineConfig, ModelOptions
+from nano.config import EngineConfig, ModelOptions, SchedulerOptions
 from nano.engine import process
 from nano.engine.core import EngineCore
 from nano.engine.messages import EngineRequest
@@ -97,12 +97,21 @@ class FakeExecutor:
         self.is_closed = True
 
 
-def fake_config(path: str = "none", max_model_len: int = 100) -> EngineConfig:
-    return EngineConfig(model=ModelOptions(path=path, max_model_len=max_model_len))
+def fake_config(
+    path: str = "none", max_model_len: int = 100, async_scheduling: bool = False
+) -> EngineConfig:
+    return EngineConfig(
+        model=ModelOptions(path=path, max_model_len=max_model_len),
+        scheduler=SchedulerOptions(async_scheduling=async_scheduling),
+    )
 
 
-def fake_request(request_id: str, *prompt: int, max_tokens: int = 4) -> EngineRequest:
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, seed=0)
+def fake_request(
+    request_id: str, *prompt: int, max_tokens: int = 4, stop_token_ids: tuple[int, ...] = ()
+) -> EngineRequest:
+    params = SamplingParams(
+        temperature=0.0, max_tokens=max_tokens, seed=0, stop_token_ids=stop_token_ids
+    )
     return EngineRequest(request_id, list(prompt), params, time.monotonic())
 
 

@@ -7,12 +7,15 @@ output must be the same however it was scheduled: `expected_output` computes it 
 """
 
 import random
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nano.model_input.own_drafts import OwnDrafts
 from nano.outputs import FinishReason, TokenOutput
 from nano.scheduler.draft_planner import DraftPlanner
 from nano.scheduler.draft_policy import DraftPolicy
+from nano.scheduler.invariants import check_invariants
 from nano.scheduler.scheduler import Scheduler
 from nano.speculation import ProposerInfo
 from nano.step import NewRequest, StepOutput, StepPlan, TokenLogprobs
@@ -90,18 +93,25 @@ class FakeWorker:
         self.rows: dict[str, Row] = {}
         self.memory: dict[int, int] = {}
         self.num_computed = 0  # tokens, over all steps
+        self.own_drafts = OwnDrafts()
+        self.failed: set[str] = set()  # in the last step
 
     def execute(self, plan: StepPlan) -> StepOutput:
+        plan, verified = self.own_drafts.fill_in(plan)
         self._apply(plan)
         broken = {r for r in plan.num_scheduled_tokens if self.random.random() < self.error_rate}
+        failed, self.failed = self.failed, set()
         for request_id in plan.num_scheduled_tokens:
-            self._write(plan, request_id, request_id in broken)
-        output = StepOutput([], [], [], [])
+            if request_id not in failed:  # a plan ahead has it still; nobody will look at it
+                self._write(plan, request_id, request_id in broken)
+        output = StepOutput([], [], [], [], verified)
         fresh = {new.request_id for new in plan.new_requests} | self.extended
         for request_id in plan.num_scheduled_tokens:
             token_ids, drafts = [], []
-            if self._reads_nan(plan, request_id):
-                assert request_id in broken | fresh, f"{request_id} was given broken KV"
+            if request_id in failed or self._reads_nan(plan, request_id):
+                known = broken | fresh | failed
+                assert request_id in known, f"{request_id} was given broken KV"
+                self.failed.add(request_id)
                 output.errors[request_id] = "NaN in logits"
             else:
                 token_ids = self._sample(plan, request_id, output)
@@ -110,6 +120,7 @@ class FakeWorker:
             output.token_ids.append(token_ids)
             output.draft_token_ids.append(drafts)
             output.draft_sources.append(JUNK if drafts else "")
+        self.own_drafts.keep(output.request_ids, output.draft_token_ids)
         return output
 
     def _apply(self, plan: StepPlan) -> None:
@@ -124,7 +135,6 @@ class FakeWorker:
         for request_id, block_ids in plan.new_block_ids.items():
             assert block_ids
             self.rows[request_id].block_ids += block_ids
-        assert plan.num_scheduled_tokens.keys() == plan.num_computed_tokens.keys()
         for request_id, num_computed in plan.num_computed_tokens.items():
             row = self.rows[request_id]
             assert row.num_computed_tokens <= num_computed
@@ -210,9 +220,14 @@ def make_logprobs(token_ids: Sequence[int], position: int) -> TokenLogprobs:
 
 
 class Driver:
-    """Runs a scheduler against a FakeWorker and collects what each request was told."""
+    """Runs a scheduler against a FakeWorker and collects what each request was told.
 
-    def __init__(self, scheduler: Scheduler, worker: FakeWorker | None = None):
+    num_ahead   plans that are made before the output of the one before is known: 0 or 1
+    """
+
+    def __init__(self, scheduler: Scheduler, worker: FakeWorker | None = None, num_ahead: int = 0):
+        self.num_ahead = num_ahead
+        self.in_flight: deque[StepPlan] = deque()
         self.scheduler = scheduler
         self.worker = worker or FakeWorker(scheduler.kv_cache.block_size)
         self.plans: list[StepPlan] = []
@@ -221,11 +236,17 @@ class Driver:
 
     def step(self) -> list[TokenOutput]:
         plan = self.scheduler.schedule(now=float(len(self.plans)))
-        self.scheduler.check_invariants()
-        self.plans.append(plan)
+        check_invariants(self.scheduler)
         assert plan.num_tokens <= self.scheduler.budget.num_tokens, "the token budget is exceeded"
-        updates = self.scheduler.update_from_output(plan, self.worker.execute(plan))
-        self.scheduler.check_invariants()
+        if not plan.is_empty:
+            self.plans.append(plan)
+            self.in_flight.append(plan)
+        if not plan.is_empty and len(self.in_flight) <= self.num_ahead:
+            return []
+        assert self.in_flight, "work, but nothing was scheduled"
+        oldest = self.in_flight.popleft()
+        updates = self.scheduler.update_from_output(oldest, self.worker.execute(oldest))
+        check_invariants(self.scheduler)
         self.collect(updates)
         return updates
 
@@ -239,7 +260,7 @@ class Driver:
     def run(self, max_steps: int = 2000) -> None:
         """Step until there is no work."""
         for _ in range(max_steps):
-            if not self.scheduler.has_work:
+            if not self.scheduler.has_work and not self.in_flight:
                 return
             self.step()
         raise AssertionError(f"still at work after {max_steps} steps")

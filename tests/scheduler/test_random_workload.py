@@ -86,7 +86,7 @@ WORKLOADS = [
 class Traffic:
     """Adds and aborts requests at random; prompts share a few stems, so that prefixes collide."""
 
-    def __init__(self, workload: Workload, seed: int):
+    def __init__(self, workload: Workload, seed: int, num_ahead: int):
         self.random = random.Random(seed)
         kv_cache = KVCacheManager(
             workload.num_blocks,
@@ -107,7 +107,7 @@ class Traffic:
             error_rate=workload.error_rate,
             seed=seed,
         )
-        self.driver = Driver(self.scheduler, worker)
+        self.driver = Driver(self.scheduler, worker, num_ahead)
         stem = [self.random.randrange(VOCAB_SIZE) for _ in range(20)]
         self.stems = [stem, stem[:11] + [1] * 9, [self.random.randrange(4) for _ in range(20)]]
         self.requests: dict[str, Request] = {}
@@ -145,7 +145,6 @@ class Traffic:
             self.scheduler.kv_cache.reset_prefix_cache()
         if self.scheduler.has_work:
             self.driver.step()
-            assert not self.driver.plans[-1].is_empty, "work, but nothing was scheduled"
 
     def check_results(self) -> None:
         assert self.driver.updates.keys() == self.requests.keys()
@@ -180,17 +179,22 @@ class Traffic:
             assert positions == list(range(1, len(prompt)))
 
 
-def run(workload: Workload, num_steps: int, seed: int) -> tuple[Traffic, list[StepPlan]]:
-    traffic = Traffic(workload, seed)
+def run(
+    workload: Workload, num_steps: int, seed: int, num_ahead: int = 0
+) -> tuple[Traffic, list[StepPlan]]:
+    traffic = Traffic(workload, seed, num_ahead)
     while len(traffic.driver.plans) < num_steps:
         traffic.turn()
     traffic.driver.run()
     return traffic, traffic.driver.plans
 
 
+@pytest.mark.parametrize("num_ahead", [0, 1])
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
-def test_every_request_ends_once_with_the_tokens_it_would_get_alone(workload: Workload) -> None:
-    traffic, _ = run(workload, NUM_STEPS, seed=1)
+def test_every_request_ends_once_with_the_tokens_it_would_get_alone(
+    workload: Workload, num_ahead: int
+) -> None:
+    traffic, _ = run(workload, NUM_STEPS, seed=1, num_ahead=num_ahead)
     traffic.check_results()
     assert traffic.scheduler.kv_cache.usage == 0.0
     assert len(traffic.requests) > 100
