@@ -19,6 +19,8 @@ from nano.errors import ConfigError
 from nano.spec.options import SpeculativeOptions
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+# vLLM's names.
+GraphMode = Literal["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
 Quantization = Literal["int8", "w8a8", "int4", "w4a8", "bfloat16", "awq", "gptq", "gguf"]
 
 
@@ -54,22 +56,24 @@ class SchedulerOptions:
     max_num_requests: int = 256
     policy: Literal["fcfs", "priority"] = "fcfs"
     long_prefill_token_threshold: int = 0
+    async_scheduling: bool | None = None  # None: as the device likes it; off on CPU
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
-    backend: Literal["auto", "cpu", "torch", "reference"] = "auto"
+    backend: Literal["auto", "flashinfer", "triton", "cpu", "torch", "reference"] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompileOptions:
     mode: Literal["auto", "eager", "compiled"] = "auto"
     startup: Literal["auto", "eager-first", "compiled-first"] = "auto"
+    cudagraph_mode: Literal["auto"] | GraphMode = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceOptions:
-    kind: Literal["auto", "cpu"] = "auto"
+    kind: str = "auto"  # as `make_device` takes it
     num_threads: int | None = None
 
 
@@ -245,7 +249,9 @@ ENGINE_ARGS: dict[str, EngineArg] = {
         "kv_cache", "enable_prefix_caching", "share the KV of equal prompt prefixes"
     ),
     "gpu_memory_utilization": EngineArg(
-        "kv_cache", "memory_fraction", "share of the free memory for KV (CPU default 0.4)"
+        "kv_cache",
+        "memory_fraction",
+        "share for KV of the memory that is left (CPU default 0.4, GPU 0.9)",
     ),
     "kv_cache_memory_bytes": EngineArg("kv_cache", "memory_bytes", "bytes for KV, exactly"),
     "num_gpu_blocks_override": EngineArg("kv_cache", "num_blocks", "number of KV blocks, exactly"),
@@ -260,12 +266,20 @@ ENGINE_ARGS: dict[str, EngineArg] = {
     "prefill_chunk_size": EngineArg(
         "scheduler", "long_prefill_token_threshold", "alias of --long-prefill-token-threshold"
     ),
+    "async_scheduling": EngineArg(
+        "scheduler",
+        "async_scheduling",
+        "plan a step while the one before it is computed (default: on GPUs)",
+    ),
     "attention_backend": EngineArg("attention", "backend", "which attention kernel"),
     "compile_mode": EngineArg("compile", "mode", "eager or compiled"),
     "startup": EngineArg(
         "compile",
         "startup",
         "eager-first serves at once and swaps compiled pieces in; compiled-first waits for them",
+    ),
+    "cudagraph_mode": EngineArg(
+        "compile", "cudagraph_mode", "which steps a GPU replays as graphs (auto: all that can be)"
     ),
     "speculative_config": EngineArg(
         "speculative",
@@ -279,7 +293,7 @@ ENGINE_ARGS: dict[str, EngineArg] = {
     "num_speculative_tokens": EngineArg(
         "speculative", "num_speculative_tokens", "most drafts per step of that model", int
     ),
-    "device": EngineArg("device", "kind", "where to compute"),
+    "device": EngineArg("device", "kind", "cpu, cuda, cuda:1, or a UUID: GPU-..., MIG-..."),
     "threads": EngineArg("device", "num_threads", "CPU threads of the engine"),
 }
 

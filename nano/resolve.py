@@ -40,17 +40,30 @@ def resolve(config: EngineConfig) -> EngineConfig:
             max_model_len,
             limit,
         )
-    if model.dtype in ("bfloat16", "float16"):
+    is_cpu = config.device.kind in ("auto", "cpu")
+    if is_cpu and model.dtype in ("bfloat16", "float16"):
         raise ConfigError(
             f"dtype={model.dtype} is not computed on CPU, which has no units for it here; "
             "use float32 (every bfloat16 and float16 weight is exact in it) or auto"
         )
     dtype = model.dtype
+    if dtype == "auto" and not is_cpu:
+        dtype = "bfloat16"
+        logger.info("dtype: bfloat16 (auto on %s)", config.device.kind)
     if dtype == "auto":
         dtype = "float32"
         logger.info("dtype: float32 (auto on CPU; the checkpoint says %s)", decoder.dtype)
     quantization = _resolve_quantization(model, decoder)
-    mode = config.compile.mode
+    mode, graph_mode = config.compile.mode, config.compile.cudagraph_mode
+    if is_cpu and graph_mode not in ("auto", "NONE"):
+        raise ConfigError(f"cudagraph_mode={graph_mode} needs device=cuda: a CPU has no graphs")
+    if not is_cpu and mode == "compiled":
+        raise ConfigError(
+            f"compile_mode=compiled is for device=cpu, not {config.device.kind}: compiled pieces "
+            "are C++; on a GPU, graphs hold the eager model (cudagraph_mode)"
+        )
+    if mode == "auto" and not is_cpu:
+        mode = "eager"
     if mode == "auto":
         mode = _default_compile_mode()
     return dataclasses.replace(
@@ -63,7 +76,7 @@ def resolve(config: EngineConfig) -> EngineConfig:
             quantization=quantization,
         ),
         compile=dataclasses.replace(config.compile, mode=mode),
-        device=dataclasses.replace(config.device, kind="cpu"),
+        device=dataclasses.replace(config.device, kind="cpu" if is_cpu else config.device.kind),
     )
 
 

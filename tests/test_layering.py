@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "layers": {"attention", "native"},
     "quant": {"layers", "native"},
     "models": {"attention", "layers", "quant"},
-    "compile": {"device", "native"},
+    "compile": {"attention", "device", "native"},
     # A program of its own, and the child that it is for an engine.
     "compile.__main__": {"worker"},
     "compile.child": {"layers", "native"},
@@ -97,11 +97,13 @@ ONLY_FROM: dict[str, set[str]] = {
     "nano.attention.torch_backend": {"attention.select"},
     "nano.attention.reference_backend": {"attention.select"},
     "nano.attention.select": {"worker.loaded_model"},
+    "nano.device.cuda": {"device"},
+    "nano.device.cuda_graph": {"device"},
 }
 TORCH_FREE = LEAVES | {"prompts", "kv_cache", "scheduler", "engine", "serve", "batch"}
 TORCH_CUDA_FILES = {
-    "device.py",
-    "compile/cuda_graph.py",
+    "device/cuda.py",
+    "device/cuda_graph.py",
     "attention/flashinfer_backend.py",
     "attention/triton_backend.py",
     "parallel/group.py",

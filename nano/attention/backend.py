@@ -4,9 +4,9 @@ T tokens in the step (ragged over R requests), H query heads, KVH key/value head
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
@@ -55,6 +55,18 @@ class AttentionBackend(ABC):
         self.scale = scale  # multiplies q . k
 
     @classmethod
+    def for_model(
+        cls,
+        block_size: int,
+        spec: LayerKVSpec,
+        num_heads: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Self:
+        """For layers like `spec` with `num_heads` query heads, whose q, k, v come in `dtype`."""
+        return cls(block_size, spec.head_dim**-0.5)
+
+    @classmethod
     @abstractmethod
     def unsupported_reason(cls, spec: LayerKVSpec, device: torch.device) -> str | None:
         """Why this backend cannot serve such a layer there, as a sentence; None if it can."""
@@ -66,6 +78,38 @@ class AttentionBackend(ABC):
     @abstractmethod
     def plan(self, metadata: AttentionMetadata) -> None:
         """Host work for this step, shared by all layers."""
+
+    def reserve_graph(  # noqa: B027  # most need nothing
+        self, num_requests: int, query_len: int, max_blocks: int
+    ) -> None:
+        """Make what a full graph of `num_requests` x `query_len` tokens reads; twice is once.
+
+        max_blocks: that one request may hold. Called before the capture, largest graphs first.
+        """
+
+    def plan_graph(self, metadata: AttentionMetadata, num_requests: int) -> None:
+        """Plan a uniform step for the capture or the replay of a full graph of `num_requests`.
+
+        As `plan`, but `forward` must read what differs between steps from device memory that stays
+        where it is. The metadata is that of the real requests, save two tensors that lie at fixed
+        addresses and hold the padding too: `block_table` [num_requests, max_blocks], 0 in its
+        rows, and `slot_mapping` [num_requests * max_query_len], PAD_SLOT in its slots. Here padding
+        requests have no tokens but those of their query, and read whatever lies in block 0.
+        """
+        query_len = metadata.max_query_len
+        seq_lens = np.full(num_requests, query_len, np.int32)
+        seq_lens[: metadata.num_requests] = metadata.seq_lens
+        self.plan(
+            replace(
+                metadata,
+                num_requests=num_requests,
+                num_tokens=num_requests * query_len,
+                max_seq_len=metadata.block_table.shape[1] * self.block_size,  # of any step
+                num_decode_requests=num_requests if query_len == 1 else 0,
+                query_start_loc=np.arange(num_requests + 1, dtype=np.int32) * np.int32(query_len),
+                seq_lens=seq_lens,
+            )
+        )
 
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, out: Tensor) -> None:

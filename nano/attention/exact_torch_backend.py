@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nano.attention.backend import AttentionMetadata
 from nano.attention.torch_backend import TorchBackend
+from nano.kv_spec import LayerKVSpec
 
 _PAIRS_AT_ONCE = 4096  # of (token, position): bounds the memory of the products, [n, S, H, D]
 
@@ -25,6 +26,12 @@ class ExactTorchBackend(TorchBackend):
     """
 
     name = "torch-exact"
+
+    @classmethod
+    def unsupported_reason(cls, spec: LayerKVSpec, device: torch.device) -> str | None:
+        if device.type != "cpu":
+            return f"it runs on cpu only, not on {device.type}"
+        return None
 
     def plan(self, metadata: AttentionMetadata) -> None:
         self._slots = metadata.slot_mapping[: metadata.num_tokens]

@@ -1,5 +1,7 @@
 """Which attention backend serves a model here, and why."""
 
+from pkgutil import resolve_name
+
 import torch
 
 from nano.attention.backend import AttentionBackend
@@ -13,14 +15,17 @@ from nano.log import get_logger
 
 logger = get_logger(__name__)
 
-# What an option names, by numerics: with a fixed order of every sum, or with torch's fastest.
-_EXACT: dict[str, type[AttentionBackend]] = {
+_BY_NAME: dict[str, type[AttentionBackend]] = {
     "cpu": CpuBackend,
-    "torch": ExactTorchBackend,
+    "torch": TorchBackend,
     "reference": ReferenceBackend,
 }
-_BY_NAME = {"exact": _EXACT, "fast": _EXACT | {"torch": TorchBackend}}
-_PREFERENCE = {"cpu": ("cpu", "torch")}
+# Imported when they are considered, and not on a machine that never does.
+_GPU_BACKENDS = {
+    "flashinfer": "nano.attention.flashinfer_backend:FlashInferBackend",
+    "triton": "nano.attention.triton_backend:TritonBackend",
+}
+_PREFERENCE = {"cpu": ("cpu", "torch"), "cuda": ("flashinfer", "triton", "torch")}
 
 
 def select_backend(
@@ -28,12 +33,13 @@ def select_backend(
 ) -> type[AttentionBackend]:
     """The wanted backend, or with "auto" the first on this device that serves every layer.
 
-    `numerics`, as in `ModelOptions`, decides which of the two torch backends "torch" is.
+    `numerics`, as in `ModelOptions`, decides on a CPU which of the two torch backends "torch" is.
+    Raises `ConfigError`, with the reason of every backend that was considered.
     """
     candidates = _PREFERENCE[device.type] if wanted == "auto" else (wanted,)
     refusals: list[str] = []
     for name in candidates:
-        backend = _BY_NAME[numerics][name]
+        backend = _load(name, device, numerics)
         reasons = {backend.unsupported_reason(layer, device) for layer in layers} - {None}
         if not reasons:
             why = "asked for" if wanted != "auto" else f"first choice on {device.type}"
@@ -41,3 +47,12 @@ def select_backend(
             return backend
         refusals.append(f"{name}: {'; '.join(sorted(str(reason) for reason in reasons))}")
     raise ConfigError(f"no attention backend serves this model: {' | '.join(refusals)}")
+
+
+def _load(name: str, device: torch.device, numerics: str) -> type[AttentionBackend]:
+    if name == "torch" and device.type == "cpu" and numerics == "exact":
+        return ExactTorchBackend
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    backend: type[AttentionBackend] = resolve_name(_GPU_BACKENDS[name])
+    return backend

@@ -23,8 +23,6 @@ class TorchBackend(AttentionBackend):
 
     @classmethod
     def unsupported_reason(cls, spec: LayerKVSpec, device: torch.device) -> str | None:
-        if device.type != "cpu":
-            return f"it runs on cpu only, not on {device.type}"
         return None
 
     def kv_cache_shape(self, spec: LayerKVSpec, num_blocks: int) -> tuple[int, ...]:
@@ -41,7 +39,7 @@ class TorchBackend(AttentionBackend):
             blocks = metadata.block_table[request, :num_blocks]
             mask = None
             if end - start > 1:
-                mask = torch.ones(end - start, seq_len, dtype=torch.bool)
+                mask = torch.ones(end - start, seq_len, dtype=torch.bool, device=blocks.device)
                 mask = mask.tril_(diagonal=seq_len - (end - start))  # bottom-right causal
             self._requests.append((start, end, seq_len, blocks, mask))
 

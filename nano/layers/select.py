@@ -8,11 +8,14 @@ from nano.log import get_logger
 logger = get_logger(__name__)
 
 
-def select_kernels(dtype: str, numerics: str) -> Kernels:
+def select_kernels(dtype: str, numerics: str, device: str = "cpu") -> Kernels:
     """The fastest kernels that keep what `numerics` promises, for a model that computes in `dtype`.
 
     "exact": a row's bits do not depend on its batch. "fast" gives that up where keeping it is slow.
     """
+    if device != "cpu":
+        logger.info("layers: torch's kernels on %s", device)
+        return TorchKernels()
     if dtype == "float32" and NativeKernels.is_available():
         logger.info("layers: native kernels")
         return NativeKernels()

@@ -5,8 +5,9 @@ import torch
 from nano.sampling.backend import SamplingBackend
 from nano.sampling.cpu_backend import CpuSampling
 from nano.sampling.torch_backend import TorchSampling
+from nano.sampling.triton_backend import TritonSampling
 
-_PREFERENCE: tuple[SamplingBackend, ...] = (CpuSampling(), TorchSampling())
+_PREFERENCE: tuple[SamplingBackend, ...] = (CpuSampling(), TritonSampling(), TorchSampling())
 
 
 def select_backend(dtype: torch.dtype, device: torch.device) -> SamplingBackend:

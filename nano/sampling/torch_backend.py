@@ -57,6 +57,7 @@ class TorchSampling(SamplingBackend):
     def gather_logprobs(
         self, logits: Tensor, index: Tensor, token_ids: Tensor, num_top: int
     ) -> TokenLogprobs:
+        index, token_ids = index.to(logits.device), token_ids.to(logits.device)
         logprobs = torch.log_softmax(logits[index], dim=-1)  # rows are normalised one by one
         chosen = logprobs.gather(1, token_ids[:, None])
         ranks = (logprobs > chosen).sum(dim=1) + 1
@@ -71,7 +72,7 @@ class TorchSampling(SamplingBackend):
 def _race(scaled: Tensor, mask: Tensor | None, seed: int, position: int) -> int:
     """The winner of one row [V], among the tokens of `mask` [V] bool (None: all)."""
     if mask is None or int(mask.sum()) * _SPARSE > mask.numel():
-        all_ids = torch.arange(scaled.numel(), dtype=torch.int32)
+        all_ids = torch.arange(scaled.numel(), dtype=torch.int32, device=scaled.device)
         return int((scaled - log_exponential(seed, position, all_ids)).argmax())
     token_ids = mask.nonzero().squeeze(1)  # few: their noise alone is cheaper, and the same
     noise = log_exponential(seed, position, token_ids.to(torch.int32))

@@ -1,6 +1,8 @@
 """LoadedModel: one model on one device with all it computes with. A target, or a draft model."""
 
+from collections.abc import Iterable
 from functools import partial
+from logging import INFO, WARNING
 from pathlib import Path
 
 import torch
@@ -10,7 +12,10 @@ from nano.attention.backend import AttentionBackend
 from nano.attention.op import ForwardContext, attend
 from nano.attention.select import select_backend
 from nano.checkpoint.hf_config import load_decoder_config
+from nano.compile.artifact import ForwardFn
 from nano.compile.compile_model import CompiledModel, CompileTarget
+from nano.compile.cuda_graphs import CudaGraphs
+from nano.compile.graph_keys import GraphKeys, settle_mode
 from nano.compile.request import CompileRequest
 from nano.compile.skeleton import describe, dump_skeleton
 from nano.compile.store import ArtifactStore
@@ -20,6 +25,7 @@ from nano.errors import ConfigError
 from nano.layers.kernels import TorchKernels
 from nano.layers.native_kernels import NativeKernels
 from nano.layers.select import select_kernels
+from nano.log import get_logger
 from nano.model_input.input_batch import InputBatchBuilder
 from nano.model_input.request_states import MakeEdits, RequestStates, no_edits
 from nano.models.weights import load_model, storage_formats
@@ -27,6 +33,8 @@ from nano.sampling.sampler import Sampler
 from nano.spec.proposers import Proposers
 from nano.worker.model_runner import ModelRunner
 from nano.worker.step_probe import StepProbe
+
+logger = get_logger(__name__)
 
 
 class LoadedModel:
@@ -41,7 +49,9 @@ class LoadedModel:
         assert config.model.max_model_len is not None
         self.max_model_len = config.model.max_model_len
         folder = Path(config.model.path)
-        self.kernels = select_kernels(config.model.dtype, config.model.numerics)
+        self.kernels = select_kernels(
+            config.model.dtype, config.model.numerics, device.torch_device.type
+        )
         self.model = load_model(
             folder,
             load_decoder_config(folder),
@@ -69,6 +79,7 @@ class LoadedModel:
         )
         self.forward = CompiledModel(self._compile_target(), ArtifactStore.default())
         self.forward.prepare(config.compile.mode, config.compile.startup)
+        self.graphs: list[CudaGraphs] = []  # one for each context that steps run in
 
     @property
     def is_exact(self) -> bool:
@@ -87,8 +98,13 @@ class LoadedModel:
 
     def new_backend(self) -> AttentionBackend:
         """One for each context that plans steps of its own."""
-        block_size = self.config.kv_cache.block_size
-        return self._backend_class(block_size, self.kv_layers[0].head_dim ** -0.5)
+        return self._backend_class.for_model(
+            self.config.kv_cache.block_size,
+            self.kv_layers[0],
+            self.model.config.num_heads,
+            getattr(torch, self.config.model.dtype),
+            self.device.torch_device,
+        )
 
     def allocate_kv(self, num_blocks: int) -> list[Tensor]:
         """A cache per layer, uninitialised."""
@@ -131,6 +147,45 @@ class LoadedModel:
             sampler=sampler or Sampler(self.config.model.logprobs_mode),
             proposers=proposers,
         )
+
+    def add_graphs(
+        self,
+        context: ForwardContext,
+        max_num_tokens: int,
+        max_num_requests: int,
+        query_lens: Iterable[int] = (1,),
+    ) -> tuple[ForwardFn, ForwardContext]:
+        """What to run the steps of `context` with: graphs, if the device and the options want them.
+
+        Nothing is captured yet: see `graphs`. `query_lens`: tokens of each request in the uniform
+        steps that are worth a graph.
+        """
+        if not self.device.supports_graphs:
+            return self.forward, context
+        wanted = self.config.compile.cudagraph_mode
+        mode, why = settle_mode(
+            "FULL_AND_PIECEWISE" if wanted == "auto" else wanted,
+            context.backend.graph_support,
+            context.backend.name,
+        )
+        logger.log(
+            INFO if wanted in ("auto", mode) else WARNING,
+            "cudagraph mode: %s (%s)",
+            mode,
+            why or ("auto" if wanted == "auto" else "as told"),
+        )
+        if mode == "NONE":
+            return self.forward, context
+        graphs = CudaGraphs(
+            self.forward,
+            context,
+            GraphKeys.of_mode(mode, max_num_tokens, max_num_requests, query_lens),
+            self.device.graph_pool(),
+            device=self.device.torch_device,
+            max_model_len=self.max_model_len,
+        )
+        self.graphs.append(graphs)
+        return graphs, graphs.context
 
     def _compile_target(self) -> CompileTarget:
         config = self.model.config

@@ -64,6 +64,11 @@ class Speculation:
     def loaded(self) -> list[LoadedModel]:
         return list(self._models.values())
 
+    @property
+    def query_lens(self) -> set[int]:
+        """Tokens of each request in the target's uniform steps: decode, and full verification."""
+        return {1} | {info.num_tokens + 1 for info in self.infos}
+
     def bind(self, runner: ModelRunner, num_blocks: int, token_budget: int) -> None:
         """Give the models their KV: the target's own, or caches over the same blocks."""
         block_size = self._target.config.kv_cache.block_size
@@ -73,10 +78,15 @@ class Speculation:
             max_num_tokens = max(token_budget, own)
             shares_kv = self._needed[name].shares_kv
             caches = runner.context.kv_caches if shares_kv else loaded.allocate_kv(num_blocks)
+            forward, context = loaded.add_graphs(
+                ForwardContext(loaded.new_backend(), caches),
+                max_num_tokens,
+                runner.states.max_num_requests,
+            )
             drafting = DraftingModel(
                 model=loaded.model,
-                forward=loaded.forward,
-                context=ForwardContext(loaded.new_backend(), caches),
+                forward=forward,
+                context=context,
                 builder=InputBatchBuilder(
                     runner.states, self._target.device, block_size, max_num_tokens
                 ),

@@ -2,6 +2,7 @@
 
 import hashlib
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from nano.checkpoint.fingerprint import weights_fingerprint
 from nano.compile.compile_model import Progress
 from nano.config import EngineConfig
 from nano.device import make_device
+from nano.device.memory import MemoryMeter
 from nano.errors import ConfigError
 from nano.kv_spec import KVCacheConfig, LayerKVSpec
 from nano.log import get_logger
@@ -22,12 +24,14 @@ from nano.step import StepOutput, StepPlan
 from nano.worker.loaded_model import LoadedModel, kv_dtype
 from nano.worker.speculation import Speculation
 from nano.worker.step_cost import measure_step, measure_verification
+from nano.worker.step_memory import measure_step_memory
 
 logger = get_logger(__name__)
 
 # Of a step's time, slept while a child compiles: an engine that never rests would starve it.
 _DONATED_SHARE = 0.05
 _CPU_MEMORY_FRACTION = 0.4  # main memory is shared with everything else on the machine
+_GPU_MEMORY_FRACTION = 0.9  # of what is left when all else has been measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +69,10 @@ class Worker:
         config = self.config
         assert config.model.max_model_len is not None
         processors = LogitsProcessors(config, self.device.torch_device)  # refusals come early
-        self.target = LoadedModel(config, self.device, show_progress=show_progress)
-        self.speculation = Speculation(self.target, show_progress=show_progress)
+        meter = None if self.device.memory is None else MemoryMeter(self.device.memory)
+        with nullcontext() if meter is None else meter.growth("weights"):
+            self.target = LoadedModel(config, self.device, show_progress=show_progress)
+            self.speculation = Speculation(self.target, show_progress=show_progress)
         probe = self.target.probe
         cost = measure_step(probe, config.model.max_model_len, config.scheduler.token_budget)
         token_budget = cost.token_budget
@@ -78,7 +84,10 @@ class Worker:
                 token_budget,
             )
         layers = [*self.target.kv_layers, *self.speculation.proposers.kv_layers()]
-        num_blocks = self._num_blocks(layers, max_num_requests)
+        query_lens = self.speculation.query_lens
+        if meter is not None:
+            measure_step_memory(meter, self.target, token_budget, max_num_requests, query_lens)
+        num_blocks = self._num_blocks(layers, max_num_requests, meter)
         self.runner = self.target.make_runner(
             self.speculation.proposers,
             num_blocks,
@@ -91,6 +100,12 @@ class Worker:
         verification_seconds = cost.verification_seconds
         if self.speculation.is_configured:
             verification_seconds = measure_verification(probe, config.model.max_model_len)
+        self.runner.model_forward, self.runner.context = self.target.add_graphs(
+            self.runner.context, token_budget, max_num_requests, query_lens
+        )
+        if config.compile.startup != "eager-first":
+            while self._capture_next():
+                pass
         self._poll()  # compiling may begin: nothing is measured any more
         return WorkerInfo(
             kv_cache=KVCacheConfig(config.kv_cache.block_size, num_blocks, tuple(layers)),
@@ -111,8 +126,11 @@ class Worker:
         )
 
     def execute(self, plan: StepPlan) -> StepOutput:
-        if self._poll() == "waiting":
+        progress = self._poll()
+        if progress == "waiting":
             time.sleep(self._last_step_seconds * _DONATED_SHARE)
+        elif progress is None:
+            self._capture_next()
         started = time.perf_counter()
         output = self.runner.execute(plan)
         self._last_step_seconds = time.perf_counter() - started
@@ -120,7 +138,8 @@ class Worker:
 
     def idle(self) -> None:
         """Use a moment in which there is nothing to execute."""
-        self._poll()
+        if self._poll() is None:
+            self._capture_next()
 
     def close(self) -> None:
         """End what runs on the side. Safe to call twice."""
@@ -139,7 +158,13 @@ class Worker:
                 return progress
         return None
 
-    def _num_blocks(self, layers: list[LayerKVSpec], max_num_requests: int) -> int:
+    def _capture_next(self) -> bool:
+        """Capture one graph; whether there may be more to capture. Between two steps."""
+        return any(graphs.capture_next() for loaded in self._loaded for graphs in loaded.graphs)
+
+    def _num_blocks(
+        self, layers: list[LayerKVSpec], max_num_requests: int, meter: MemoryMeter | None
+    ) -> int:
         """Blocks of the KV pool: as told, or what fits the share of free memory."""
         options = self.config.kv_cache
         max_model_len = self.config.model.max_model_len
@@ -151,6 +176,12 @@ class Worker:
         elif options.memory_bytes is not None:
             num_blocks = options.memory_bytes // bytes_per_block
             why = f"kv_cache_memory_bytes {options.memory_bytes}"
+        elif meter is not None:
+            budget = meter.budget(options.memory_fraction or _GPU_MEMORY_FRACTION)
+            logger.info("memory of %s:\n%s", self.device.torch_device, budget.table())
+            budget.require(bytes_per_block, "one block")
+            num_blocks = budget.kv_cache // bytes_per_block
+            why = f"gpu_memory_utilization {budget.fraction}"
         else:
             free = self.device.free_memory()
             fraction = options.memory_fraction or _CPU_MEMORY_FRACTION

@@ -1,8 +1,4 @@
-"""Device: what differs between processors, in one place. Everything above asks here.
-
-CPU is a device like any other: a plain copy where CUDA needs pinned staging, no streams to wait
-for. The CUDA device joins with the GPU backends.
-"""
+"""CpuDevice: main memory and the cores of this machine."""
 
 import os
 
@@ -10,15 +6,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nano.errors import ConfigError
+from nano.device.graph import GraphPool
+from nano.device.memory import Memory
 from nano.native.threads import set_num_threads
 
 
 class CpuDevice:
-    """Main memory and the cores of this machine."""
+    """A device like any other: a plain copy where CUDA stages, and nothing to wait for."""
 
     kind = "cpu"
     supports_graphs = False
+    memory: Memory | None = None  # shared with everything else on the machine: a share is taken
 
     def __init__(self, num_threads: int | None = None):
         self.torch_device = torch.device("cpu")
@@ -30,6 +28,9 @@ class CpuDevice:
 
     def synchronize(self) -> None:
         """Wait until everything queued is done. Nothing is ever queued on CPU."""
+
+    def graph_pool(self) -> GraphPool:
+        raise NotImplementedError("graphs are for devices that support them")
 
     def free_memory(self) -> int:
         """Bytes that can still be taken: free memory within the container's limit."""
@@ -49,13 +50,3 @@ class CpuDevice:
         except (OSError, ValueError):
             pass  # not Linux, or no cgroup: what sysconf said stands
         return max(free, 0)
-
-
-Device = CpuDevice
-
-
-def make_device(kind: str, num_threads: int | None = None) -> Device:
-    """The device called `kind`, with `num_threads` compute threads (None: one per core)."""
-    if kind != "cpu":
-        raise ConfigError(f"device must be 'cpu', got {kind!r}")
-    return CpuDevice(num_threads)

@@ -1,0 +1,183 @@
+"""CudaGraphs: a model's forward that replays what it has captured, where a step fits a graph.
+
+How a forward is captured: it is run over a step of padding, and each call of attention ends one
+graph and begins the next. So whatever computes the model (op by op, or in compiled pieces) is
+captured as it is, and nothing has to know where its pieces are:
+
+    piecewise   graph 0 | attention | graph 1 | attention | ... | graph L     attention as ever
+    full        graph 0, attention included
+
+Values that pass from graph to graph, and what is returned, lie in the pool and are owned by
+nobody: layers and captures use the same memory in turn. A result is to be read before the next
+step of any graph.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+
+from nano.attention.op import ForwardContext, forward_context
+from nano.compile.artifact import ForwardFn
+from nano.compile.graph_keys import GraphKey, GraphKeys, StepShape
+from nano.compile.graphed_attention import AttentionCall, GraphedAttention
+from nano.device.graph import Graph, GraphPool
+from nano.log import get_logger
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedStep:
+    """The graphs of one key, the attention calls between them, and where the result is."""
+
+    graphs: list[Graph]
+    calls: list[AttentionCall]  # one fewer
+    hidden: Tensor  # [T, hidden], padding included
+
+
+@dataclass(slots=True)
+class GraphCounts:
+    """What became of the steps so far."""
+
+    num_full: int = 0
+    num_piecewise: int = 0
+    num_padding_tokens: int = 0
+    eager: Counter[str] = field(default_factory=Counter)  # by reason
+
+
+class CudaGraphs:
+    """Called like `model.forward`, inside `context`. Owns the graphs of one model over one cache.
+
+    Whoever runs steps uses its `context` in place of the one it was made with: planning a step
+    there settles which graph it is. Until a key is captured its steps run eagerly, so capturing
+    may be done between any two steps.
+    """
+
+    def __init__(
+        self,
+        forward: ForwardFn,
+        context: ForwardContext,
+        keys: GraphKeys,
+        pool: GraphPool,
+        *,
+        device: torch.device,
+        max_model_len: int,
+    ):
+        self.counts = GraphCounts()
+        self._forward = forward
+        self._pool = pool
+        self._captured: dict[GraphKey, CapturedStep] = {}
+        self._attention = GraphedAttention(
+            context.backend, keys, self._captured, device=device, max_model_len=max_model_len
+        )
+        self.context = ForwardContext(self._attention, context.kv_caches)
+        self._waiting = keys.capture_order()
+
+    @property
+    def shapes(self) -> Mapping[StepShape, int]:
+        """How often a step of each shape was planned, of those small enough for graphs."""
+        return self._attention.shapes
+
+    @property
+    def captured(self) -> list[GraphKey]:
+        """In the order of their capture."""
+        return list(self._captured)
+
+    def __call__(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """input_ids [T] int32, positions [T] int64 of the step that was planned -> [T, hidden]."""
+        step, counts = self._attention.step, self.counts
+        if step.key is None:
+            counts.eager[step.why_eager] += 1
+            return self._forward(input_ids, positions)
+        num_tokens = len(input_ids)
+        assert num_tokens + step.num_padding_tokens == step.key.num_tokens, "another step's plan"
+        if step.key.is_full:
+            counts.num_full += 1
+        else:
+            counts.num_piecewise += 1
+        counts.num_padding_tokens += step.num_padding_tokens
+        self._attention.load_tokens(step.key, input_ids, positions)
+        captured = self._captured[step.key]
+        for graph, call in zip_longest(captured.graphs, captured.calls):
+            graph.replay()
+            if call is not None:
+                self._attention.forward(*call)
+        return captured.hidden[:num_tokens]
+
+    def capture_next(self) -> bool:
+        """Capture the largest key that waits; whether any is left. Between two steps.
+
+        A key that cannot be captured is left out, with a warning: its steps go on eagerly.
+        """
+        if self._waiting:
+            key = self._waiting.pop(0)
+            try:
+                self._captured[key] = self._capture(key)
+            except RuntimeError as error:  # no memory, above all
+                logger.warning("no graph for %s: %s", key, error)
+        return bool(self._waiting)
+
+    def capture_all(self) -> None:
+        while self.capture_next():
+            pass
+        logger.info("captured %d steps as graphs", len(self._captured))
+
+    def forget(self) -> None:
+        """Drop every graph, to be captured anew: `forward` computes in another way now."""
+        self._captured.clear()
+        self._waiting = self._attention.keys.capture_order()
+
+    @torch.inference_mode()
+    def _capture(self, key: GraphKey) -> CapturedStep:
+        input_ids, positions = self._attention.tokens(key)
+        recording = _Recording(self._pool)
+        with self._pool.capturing(), forward_context(self.context):
+            if key.is_full:
+                self._attention.plan_padding(key)
+                self._forward(input_ids, positions)  # what is made on first use is made now
+                with recording.running():
+                    hidden = self._forward(input_ids, positions)
+            else:
+                with self._attention.cutting(lambda call: None):
+                    self._forward(input_ids, positions)
+                with self._attention.cutting(recording.cut), recording.running():
+                    hidden = self._forward(input_ids, positions)
+        return CapturedStep(recording.graphs, recording.calls, self._pool.alias(hidden))
+
+
+class _Recording:
+    """A capture that is under way."""
+
+    def __init__(self, pool: GraphPool):
+        self.graphs: list[Graph] = []
+        self.calls: list[AttentionCall] = []
+        self._pool = pool
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self._begin()
+        try:
+            yield
+        except BaseException:
+            with suppress(RuntimeError):  # the device cannot do anything else before it has ended
+                self.graphs[-1].end()
+            raise
+        self.graphs[-1].end()
+
+    def cut(self, call: AttentionCall) -> None:
+        """End a graph at a call of attention, and begin the next."""
+        self.graphs[-1].end()
+        q, k, v, kv_cache, out = call
+        alias = self._pool.alias
+        self.calls.append((alias(q), alias(k), alias(v), kv_cache, alias(out)))
+        self._begin()
+
+    def _begin(self) -> None:
+        graph = self._pool.new_graph()
+        graph.begin()
+        self.graphs.append(graph)

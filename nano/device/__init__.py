@@ -1,0 +1,57 @@
+"""Device: what differs between processors, in one place. Everything above asks here.
+
+CPU is a device like any other. What CUDA needs is imported only when a GPU is asked for.
+"""
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nano.device.cpu import CpuDevice
+from nano.device.graph import GraphPool
+from nano.device.memory import Memory
+
+__all__ = ["Device", "CpuDevice", "make_device"]
+
+
+class Device(Protocol):
+    """Where a worker computes. Made once per process."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def supports_graphs(self) -> bool:
+        """Whether work can be captured: `graph_pool` may be called."""
+
+    @property
+    def memory(self) -> Memory | None:
+        """To be measured; None if nobody knows whose it is."""
+
+    @property
+    def torch_device(self) -> torch.device: ...
+
+    def to_device(self, array: np.ndarray) -> Tensor:
+        """The array as a tensor there. The caller rewrites it only in the next step."""
+
+    def synchronize(self) -> None:
+        """Wait until everything queued is done."""
+
+    def graph_pool(self) -> GraphPool: ...
+
+    def free_memory(self) -> int:
+        """Bytes that can still be taken."""
+
+
+def make_device(kind: str, num_threads: int | None = None) -> Device:
+    """The device called `kind`: "cpu", "cuda", "cuda:1", "GPU-<uuid>" or "MIG-<uuid>".
+
+    `num_threads` of the host compute (None: one per core). Raises `ConfigError`.
+    """
+    if kind == "cpu":
+        return CpuDevice(num_threads)
+    from nano.device.cuda import CudaDevice
+
+    return CudaDevice(kind, num_threads)
