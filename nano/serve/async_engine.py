@@ -72,6 +72,7 @@ class AsyncEngine:
         self._output_processor = OutputProcessor(self.tokenizer)
         self._generations: dict[str, Generation] = {}  # by request id
         self._arrived: deque[list[TokenOutput]] = deque()  # from the core, not yet looked at
+        self._will_deliver = False  # the loop has been asked to
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @classmethod
@@ -223,7 +224,10 @@ class AsyncEngine:
             except EngineDead as error:
                 return str(error)
             self._arrived.append(outputs)
-            self._loop.call_soon_threadsafe(self._deliver)
+            # Once for all that comes until then: the loop has other things to do in between.
+            if not self._will_deliver:
+                self._will_deliver = True
+                self._loop.call_soon_threadsafe(self._deliver)
 
     def _lose(self, reason: str) -> None:
         self._lost = reason
@@ -240,6 +244,7 @@ class AsyncEngine:
         """Hand out all that has arrived: when that takes longer than a step, several steps' news
         make one output.
         """
+        self._will_deliver = False  # first: what comes from now on may be too late for this time
         outputs: list[TokenOutput] = []
         while self._arrived:
             outputs += self._arrived.popleft()

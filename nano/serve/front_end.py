@@ -85,6 +85,11 @@ class FrontEnd:
             "system_fingerprint": self.engine.fingerprint,
         }
 
+    def check_open(self) -> None:
+        """Raises `EngineUnavailable` if nothing new is taken, `Refusal` if the queue is full."""
+        self.engine.check_ready()
+        self.admission.check([0])
+
     async def prepare(
         self,
         body: GenerationBody,
@@ -95,11 +100,8 @@ class FrontEnd:
     ) -> list[PreparedRequest]:
         """Validate and tokenise. Callers may repeat their ids; ours are unique.
 
-        Raises `InvalidRequest`, `EngineUnavailable` if nothing new is taken, and `Refusal` before
-        any work if the queue is full anyway.
+        Raises `InvalidRequest`.
         """
-        self.engine.check_ready()
-        self.admission.check([0])
         input_processor = self.engine.input_processor
         request_id = f"{reply_id}-{next(self._num_calls)}"
         now = time.monotonic()

@@ -95,6 +95,27 @@ class TestLimits:
             assert after[rejections] - before.get(rejections, 0) == 2
             assert after["num_requests_waiting"] == NUM_WAITING
 
+    def test_a_full_queue_turns_calls_for_tokens_away_unread_and_no_others(
+        self, server: Server
+    ) -> None:
+        message = {"role": "user", "content": "hi"}
+        calls: dict[str, dict[str, Any]] = {
+            ROUTE: {"prompt": "x", "max_tokens": "many"},
+            "/v1/chat/completions": {"messages": [message], "max_tokens": -1},
+            "/v1/responses": {"input": 5},
+            "/v1/messages": {},
+        }
+        with occupied(server), streams(server, NUM_WAITING):
+            wait_for(server.http, {"num_requests_waiting": NUM_WAITING})
+            for route, body in calls.items():
+                assert server.http.post(route, json=body).status_code == 429, route
+                assert server.http.post(route, content=b"{").status_code == 429, route
+            for route in ("/v1/models", "/v1/models/tiny", "/metrics", "/health"):
+                assert server.http.get(route).status_code == 200, route
+            assert server.http.post("/tokenize", json={"prompt": "x"}).status_code == 200
+        for route, body in calls.items():
+            assert server.http.post(route, json=body).status_code == 400, route
+
     def test_a_client_that_leaves_while_its_request_waits_makes_room(self, server: Server) -> None:
         with occupied(server), streams(server, NUM_WAITING - 1):
             with streams(server, 1):

@@ -4,6 +4,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from nano.serve.front_end import front_end
+from nano.serve.generation_route import GenerationRoute
 from nano.serve.http.answers import InputTokens, Message, answers
 from nano.serve.http.errors import error_responses
 from nano.serve.http.json_route import JsonRoute
@@ -15,10 +16,12 @@ from nano.serve.openai.chat_reply import ChatReply
 
 PREFIX = "/v1/messages"  # below it, errors have Anthropic's shape
 
-router = APIRouter(route_class=JsonRoute, responses=error_responses(AnthropicError))
+router = APIRouter(responses=error_responses(AnthropicError))
+generation = APIRouter(route_class=GenerationRoute)
+counting = APIRouter(route_class=JsonRoute)
 
 
-@router.post(PREFIX, responses=answers(Message, streams=True))
+@generation.post(PREFIX, responses=answers(Message, streams=True))
 async def create_message(body: MessagesBody, request: Request) -> Response:
     served = front_end(request)
     model = served.choose_model(body.model)
@@ -31,7 +34,7 @@ async def create_message(body: MessagesBody, request: Request) -> Response:
     return await served.answer(request, reply, [prepared], is_streamed=bool(body.stream))
 
 
-@router.post(f"{PREFIX}/count_tokens", responses=answers(InputTokens))
+@counting.post(f"{PREFIX}/count_tokens", responses=answers(InputTokens))
 async def count_tokens(body: CountTokensBody, request: Request) -> Response:
     served = front_end(request)
     served.choose_model(body.model)
@@ -41,3 +44,7 @@ async def count_tokens(body: CountTokensBody, request: Request) -> Response:
         return len(tokenizer.encode(chat.prompt(tokenizer), add_special_tokens=False))
 
     return JSONResponse({"input_tokens": await served.engine.prepare(count)})
+
+
+router.include_router(generation)
+router.include_router(counting)

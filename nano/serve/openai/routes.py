@@ -4,15 +4,16 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from nano.serve.front_end import front_end
+from nano.serve.generation_route import GenerationRoute
 from nano.serve.http.answers import ChatCompletion, Completion, Model, ModelList, answers
-from nano.serve.http.json_route import JsonRoute
 from nano.serve.openai.chat_body import ChatBody
 from nano.serve.openai.chat_call import prepare_chat
 from nano.serve.openai.chat_reply import ChatReply
 from nano.serve.openai.completion_body import CompletionBody
 from nano.serve.openai.completion_reply import CompletionReply
 
-router = APIRouter(route_class=JsonRoute)
+router = APIRouter()
+generation = APIRouter(route_class=GenerationRoute)
 
 
 @router.get("/v1/models", responses=answers(ModelList))
@@ -27,7 +28,7 @@ async def retrieve_model(name: str, request: Request) -> Response:
     return JSONResponse(served.card(served.choose_model(name)))
 
 
-@router.post("/v1/chat/completions", responses=answers(ChatCompletion, streams=True))
+@generation.post("/v1/chat/completions", responses=answers(ChatCompletion, streams=True))
 async def chat_completions(body: ChatBody, request: Request) -> Response:
     served = front_end(request)
     model = served.choose_model(body.model)
@@ -37,7 +38,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     return await served.answer(request, reply, [prepared], is_streamed=bool(body.stream))
 
 
-@router.post("/v1/completions", responses=answers(Completion, streams=True))
+@generation.post("/v1/completions", responses=answers(Completion, streams=True))
 async def completions(body: CompletionBody, request: Request) -> Response:
     served = front_end(request)
     engine, model = served.engine, served.choose_model(body.model)
@@ -51,3 +52,6 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     )
     reply = CompletionReply(body, engine.tokenizer, served.head(reply_id, model))
     return await served.answer(request, reply, prepared, is_streamed=bool(body.stream))
+
+
+router.include_router(generation)

@@ -3,14 +3,14 @@
 from fastapi import APIRouter, Request, Response
 
 from nano.serve.front_end import front_end
+from nano.serve.generation_route import GenerationRoute
 from nano.serve.http.answers import ResponseObject, answers
-from nano.serve.http.json_route import JsonRoute
 from nano.serve.openai.chat_call import prepare_chat
 from nano.serve.openai.chat_reply import ChatReply
 from nano.serve.responses.body import ResponsesBody
 from nano.serve.responses.reply import ResponsesReply
 
-router = APIRouter(route_class=JsonRoute)
+router = APIRouter(route_class=GenerationRoute)
 
 
 @router.post("/v1/responses", responses=answers(ResponseObject, streams=True))
