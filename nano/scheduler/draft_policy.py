@@ -24,7 +24,7 @@ from nano.scheduler.step_time import SpeculationGuard, StepCosts, StepLoad, Step
 from nano.speculation import ProposerInfo
 from nano.step import DraftRequest
 
-_WORTHWHILE = 1.01  # a choice beats none by this factor, or it is noise
+_WORTHWHILE = 1.03  # a choice beats none by this factor, or it is noise
 _SMOOTHING = 0.05  # gain of running means
 
 # Of steps in which a model waits, one in so many asks the proposers that guess from text first

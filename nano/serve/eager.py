@@ -10,16 +10,26 @@ from collections.abc import Coroutine, Generator
 from typing import Any
 
 
-def run_eagerly(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
+def run_eagerly(
+    coroutine: Coroutine[Any, Any, None], task: asyncio.Task[Any]
+) -> asyncio.Task[None] | None:
     """Run `coroutine` up to its first wait, and leave the rest, if there is one, to a task.
 
-    Raises what `coroutine` raises before it waits. Up to there it has no current task.
+    Raises what `coroutine` raises before it waits. It runs on behalf of `task`, which waits for it:
+    libraries ask for the current task, and where there is none, as in a callback, it is that one.
     """
+    loop = asyncio.get_running_loop()
+    is_callback = asyncio.current_task() is None
+    if is_callback:
+        asyncio._enter_task(loop, task)
     try:
         awaited = coroutine.send(None)
     except StopIteration:
         return None
-    return asyncio.get_running_loop().create_task(_rest(coroutine, awaited))
+    finally:
+        if is_callback:
+            asyncio._leave_task(loop, task)
+    return loop.create_task(_rest(coroutine, awaited))
 
 
 @types.coroutine

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from nano.errors import EngineUnavailable
@@ -10,6 +11,13 @@ from nano.outputs import RequestOutput
 from nano.serve.eager import run_eagerly
 
 Reader = Callable[[int, RequestOutput], Coroutine[Any, Any, None]]  # of (prompt index, output)
+
+
+@dataclass(frozen=True, slots=True)
+class _Feeding:
+    reader: Reader
+    end: asyncio.Future[None]  # of what it reads
+    task: asyncio.Task[Any]  # that waits for the end
 
 
 class Generation:
@@ -26,8 +34,7 @@ class Generation:
         self._abort = abort
         self._unread: dict[int, RequestOutput] = {}  # by prompt index, the oldest news first
         self._fault: EngineUnavailable | None = None
-        self._reader: Reader | None = None
-        self._end: asyncio.Future[None] | None = None  # of what the reader reads
+        self._feeding: _Feeding | None = None
         self._is_reading = False
         self._rest: asyncio.Task[None] | None = None  # of a reading that has to wait
 
@@ -38,13 +45,14 @@ class Generation:
         and `EngineUnavailable` if the core or the server ends first. Cancelled while there is
         nothing to read, it takes nothing away.
         """
-        self._reader = reader
-        self._end = asyncio.get_running_loop().create_future()
+        task = asyncio.current_task()
+        assert task is not None
+        self._feeding = _Feeding(reader, asyncio.get_running_loop().create_future(), task)
         self._go_on()
         try:
-            await self._end
+            await self._feeding.end
         finally:
-            self._reader = None
+            self._feeding = None
             if self._rest is not None:
                 self._rest.cancel()
 
@@ -71,12 +79,12 @@ class Generation:
             self._abort(unfinished)
 
     def _go_on(self) -> None:
-        if self._reader is not None and not self._is_reading:
-            self._rest = run_eagerly(self._read(self._reader, self._end))
+        if self._feeding is not None and not self._is_reading:
+            self._rest = run_eagerly(self._read(self._feeding), self._feeding.task)
 
-    async def _read(self, reader: Reader, end: "asyncio.Future[None] | None") -> None:
+    async def _read(self, feeding: "_Feeding") -> None:
         """Whatever there is, and perhaps the end."""
-        assert end is not None
+        reader, end = feeding.reader, feeding.end
         self._is_reading = True
         try:
             while self._unread:

@@ -2,10 +2,35 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
 from nano.serve.eager import run_eagerly
+
+
+def own_task() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    assert task is not None
+    return task
+
+
+def test_in_a_callback_the_current_task_is_the_one_that_waits_for_it() -> None:
+    seen: list[asyncio.Task[Any] | None] = []
+
+    async def work() -> None:
+        seen.append(asyncio.current_task())
+
+    def callback(task: asyncio.Task[Any]) -> None:
+        run_eagerly(work(), task)
+        seen.append(asyncio.current_task())
+
+    async def run() -> None:
+        asyncio.get_running_loop().call_soon(callback, own_task())
+        await asyncio.sleep(0)
+        assert seen == [own_task(), None]
+
+    asyncio.run(run())
 
 
 def test_what_need_not_wait_is_done_at_once() -> None:
@@ -16,7 +41,7 @@ def test_what_need_not_wait_is_done_at_once() -> None:
         done.append("work")
 
     async def run() -> None:
-        assert run_eagerly(work()) is None
+        assert run_eagerly(work(), own_task()) is None
         assert done == ["work"]
 
     asyncio.run(run())
@@ -35,7 +60,7 @@ def test_what_waits_goes_on_as_a_task(wait: Callable[[], Awaitable[None]]) -> No
             await wait()
 
     async def run() -> None:
-        task = run_eagerly(work())
+        task = run_eagerly(work(), own_task())
         assert done == [0]
         assert task is not None
         await task
@@ -52,8 +77,8 @@ def test_an_error_comes_from_where_it_happens() -> None:
 
     async def run() -> None:
         with pytest.raises(ValueError, match="no"):
-            run_eagerly(fails(waits=False))
-        task = run_eagerly(fails(waits=True))
+            run_eagerly(fails(waits=False), own_task())
+        task = run_eagerly(fails(waits=True), own_task())
         assert task is not None
         with pytest.raises(ValueError, match="no"):
             await task
@@ -74,7 +99,7 @@ def test_a_cancellation_arrives_where_it_waits_and_may_be_outlived() -> None:
         lived.append("done")
 
     async def run() -> None:
-        task = run_eagerly(work())
+        task = run_eagerly(work(), own_task())
         assert task is not None
         for _ in range(2):
             await asyncio.sleep(0)
