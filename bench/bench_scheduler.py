@@ -90,7 +90,7 @@ def test_a_decode_step_of_256_with_4_drafts_each(
             if request_id in plan.draft_requests:
                 output.draft_token_ids[i], output.draft_sources[i] = DRAFTS.copy(), proposer
         news = scheduler.update_from_output(plan, output)
-        drafts.observe_step(plan, output, 0.1, 0.001)
+        drafts.observe_step(plan.num_tokens, output, 0.1, 0.001)
         return len(news)
 
     assert benchmark.pedantic(step, rounds=1500) == 256

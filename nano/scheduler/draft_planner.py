@@ -25,6 +25,11 @@ class DraftPlanner:
         self.policy = policy
         self.stats = SpeculationStats()  # of the engine since its start
 
+    @property
+    def has_proposers(self) -> bool:
+        """Whether anybody guesses at all: if not, only `admit`, `take` and `forget` matter."""
+        return bool(self._infos)
+
     def admit(self, request: Request) -> None:
         """Settle who may guess for a new request, and how much."""
         wishes = request.speculation

@@ -146,17 +146,16 @@ class Request:
     def num_planned_tokens(self) -> int:
         """Known tokens once all that is in flight has ended, at most."""
         num_tokens = len(self.token_ids)
-        for part in self.in_flight:
-            if part.samples:
-                num_tokens += part.num_drafts + 1
+        if self.in_flight:
+            num_tokens += sum(part.num_drafts + 1 for part in self.in_flight if part.samples)
         return num_tokens
 
     @property
     def num_planned_computed_tokens(self) -> int:
         """Tokens with KV then, at most."""
         num_tokens = self.num_computed_tokens
-        for part in self.in_flight:
-            num_tokens += part.num_tokens
+        if self.in_flight:
+            num_tokens += sum(part.num_tokens for part in self.in_flight)
         return num_tokens
 
     @property

@@ -88,7 +88,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}  # running and waiting
         self.waiting = make_request_queue(policy)
         self.running: list[Request] = []  # whoever comes first is served first
-        self._scheduled: dict[str, Request] = {}  # in the plan that is being made
+        self._scheduled: dict[str, tuple[Request, InFlight]] = {}  # in the plan being made
         self._in_flight: deque[dict[str, tuple[Request, InFlight]]] = deque()  # by plan
         self._rows_to_forget: list[str] = []
         self._preempted_rows: list[str] = []
@@ -166,40 +166,31 @@ class Scheduler:
         self._step += 1
         plan = StepPlan(self._step)
         num_preemptions = self._num_preemptions
-        self.drafts.trim(self.running, self._known_load())
+        if self.drafts.has_proposers:
+            self.drafts.trim(self.running, self._known_load())
         budget = self._schedule_running(plan, self.budget.num_tokens)
         if self._num_preemptions == num_preemptions:  # never admit while evicting
             self._admit_waiting(plan, budget, now)
         if not plan.is_empty:
             plan.finished_request_ids, self._rows_to_forget = self._rows_to_forget, []
             plan.preempted_request_ids, self._preempted_rows = self._preempted_rows, []
-            self.drafts.ask(plan, self._scheduled.values(), self._known_load(plan))
+            if self.drafts.has_proposers:
+                requests = [request for request, _ in self._scheduled.values()]
+                self.drafts.ask(plan, requests, self._known_load(plan))
             self._take_off(plan)
         return plan
 
     def _take_off(self, plan: StepPlan) -> None:
         """The plan is made, and its requests are in flight with it."""
         scheduled, self._scheduled = self._scheduled, {}
-        in_flight = {}
-        for request_id, request in scheduled.items():
-            num_tokens = plan.num_scheduled_tokens[request_id]
-            num_drafts = len(plan.draft_token_ids.get(request_id, ()))
-            num_after = request.num_planned_computed_tokens + num_tokens
-            part = InFlight(
-                plan.step,
-                num_tokens,
-                num_drafts,
-                num_after == request.num_planned_tokens + num_drafts,
-                request.num_preemptions,
-            )
-            asks = plan.draft_requests.get(request_id)
+        for request_id, asks in plan.draft_requests.items():
             if asks:
+                part = scheduled[request_id][1]
                 part.num_asked = max(ask.num_tokens for ask in asks)
                 part.draft_source = asks[0].proposer
-            in_flight[request_id] = (request, part)
-        for request, part in in_flight.values():
+        for request, part in scheduled.values():
             request.in_flight.append(part)
-        self._in_flight.append(in_flight)
+        self._in_flight.append(scheduled)
 
     def _known_load(self, plan: StepPlan | None = None) -> StepLoad:
         """What the next step has to do, as far as can be told: after `plan`, if any."""
@@ -287,13 +278,16 @@ class Scheduler:
         if not any(part.num_drafts for part in in_flight):  # else the worker knows
             plan.num_computed_tokens[request_id] = num_computed
         num_after = num_computed + num_tokens
-        num_drafts = num_after - num_known
-        if num_drafts > 0:
+        num_drafts = max(0, num_after - num_known)
+        if num_drafts:
             drafts = [DRAFT_ON_DEVICE] * num_drafts if in_flight else request.draft_token_ids
             plan.draft_token_ids[request_id] = drafts[:num_drafts]
         # Blocks that this step fills can be hit from here on, in this very step.
         self.kv_cache.cache_blocks(request, min(num_after, len(request.token_ids)))
-        self._scheduled[request_id] = request
+        part = InFlight(
+            plan.step, num_tokens, num_drafts, num_after >= num_known, request.num_preemptions
+        )
+        self._scheduled[request_id] = request, part
 
     def _allocate_by_preemption(self, request: Request, num_tokens: int) -> list[int] | None:
         """Evict from the end of `running` until `request` fits; None if it is evicted itself."""
