@@ -30,7 +30,7 @@ class CpuDevice:
         """Wait until everything queued is done. Nothing is ever queued on CPU."""
 
     def graph_pool(self) -> GraphPool:
-        raise NotImplementedError("graphs are for devices that support them")
+        raise AssertionError("a CPU has no graphs, as `supports_graphs` says")
 
     def free_memory(self) -> int:
         """Bytes that can still be taken: free memory within the container's limit."""

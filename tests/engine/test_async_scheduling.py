@@ -6,7 +6,6 @@ whole engines, and the overlap itself.
 
 import random
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -25,19 +24,6 @@ from tests.engine.test_core import finishes, tokens
 from tests.engine.test_core import run as run_core
 from tests.engine.test_invisibility import NUM_REQUESTS, REQUESTS, assert_same
 from tests.engine.test_speculation import PROPOSERS, make_llm, proposer, run
-from tests.tiny import make_checkpoint
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("target"), "llama")
-
-
-@pytest.fixture(scope="module")
-def other(tmp_path_factory) -> Path:
-    return make_checkpoint(
-        tmp_path_factory.mktemp("other"), "qwen2", seed=5, num_hidden_layers=1, hidden_size=32
-    )
 
 
 @pytest.fixture(scope="module")

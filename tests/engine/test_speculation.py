@@ -16,7 +16,6 @@ from nano import LLM, SamplingParams
 from nano.layers.native_kernels import NativeKernels
 from nano.outputs import RequestOutput
 from tests.engine.test_invisibility import MAX_MODEL_LEN, NUM_REQUESTS, REQUESTS, assert_same
-from tests.tiny import make_checkpoint
 
 pytestmark = pytest.mark.skipif(
     not NativeKernels.is_available(), reason="bits are promised on our own kernels"
@@ -31,19 +30,6 @@ class Junk:
 
     def propose(self, request_id: str, token_ids: np.ndarray, num_tokens: int) -> list[int]:
         return [self.random.randrange(260) for _ in range(self.random.randint(0, num_tokens))]
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("target"), "llama")
-
-
-@pytest.fixture(scope="module")
-def other(tmp_path_factory) -> Path:
-    """Another architecture and other weights over the same vocabulary."""
-    return make_checkpoint(
-        tmp_path_factory.mktemp("other"), "qwen2", seed=5, num_hidden_layers=1, hidden_size=32
-    )
 
 
 PROPOSERS = ("ngram", "suffix", "junk", "other", "same", "self_quant")
