@@ -13,7 +13,8 @@ from torch import Tensor
 from nano.device import CpuDevice, make_device
 from nano.device.cuda import DeviceChoice
 from nano.device.memory import MemoryBudget, MemoryMeter, MemoryUse
-from nano.device.staging import Staging
+from nano.device.reading import Reading
+from nano.device.staging import PinnedMemory, Staging
 from nano.errors import ConfigError
 
 GIB = 2**30
@@ -69,7 +70,7 @@ class Queue:
     """Copies that the device has been asked for, and how many of them it has done."""
 
     def __init__(self) -> None:
-        self.num_recorded = self.num_done = 0
+        self.num_recorded = self.num_done = self.num_waits = 0
         self.allocated: list[Tensor] = []
 
     def allocate(self, size: int) -> Tensor:
@@ -79,8 +80,11 @@ class Queue:
     def make_event(self) -> "Mark":
         return Mark(self)
 
+    def memory(self) -> PinnedMemory:
+        return PinnedMemory(self.allocate, self.make_event)
+
     def staging(self) -> Staging:
-        return Staging(torch.device("cpu"), self.allocate, self.make_event)
+        return Staging(torch.device("cpu"), self.memory())
 
 
 class Mark:
@@ -94,6 +98,10 @@ class Mark:
 
     def query(self) -> bool:
         return self.place <= self.queue.num_done
+
+    def synchronize(self) -> None:
+        self.queue.num_done = max(self.queue.num_done, self.place)
+        self.queue.num_waits += 1
 
 
 @pytest.mark.parametrize(
@@ -142,6 +150,53 @@ def test_the_caller_may_rewrite_its_array_at_once():
     copy = Queue().staging().to_device(array)
     array[:] = 0
     assert copy.tolist() == [0, 1, 2, 3]
+
+
+TENSORS = [
+    torch.arange(7, dtype=torch.int32),
+    torch.arange(24).view(4, 6)[:3, 1:4],
+    torch.tensor([True, False, True]),
+    torch.zeros(0, 5),
+    torch.tensor(2.5, dtype=torch.float64),
+]
+
+
+def test_the_cpu_has_its_results_at_hand():
+    arrays = CpuDevice(1).to_host(TENSORS).wait()
+    assert arrays[0].ctypes.data == TENSORS[0].data_ptr()
+
+
+def test_tensors_are_read_as_they_were_and_in_one_wait():
+    queue = Queue()
+    copy = Reading(queue.memory()).to_host(TENSORS)
+    assert queue.num_recorded == 1
+    assert queue.num_waits == 0
+    arrays = copy.wait()
+    for array, tensor in zip(arrays, TENSORS, strict=True):
+        np.testing.assert_array_equal(array, tensor.numpy())
+        assert array.dtype == tensor.numpy().dtype
+    assert all(again is array for again, array in zip(copy.wait(), arrays, strict=True))
+    assert queue.num_waits == 1
+
+
+def test_what_was_read_stays_when_its_buffer_is_written_again():
+    queue = Queue()
+    reading = Reading(queue.memory())
+    first, second = (reading.to_host([torch.full((5,), value)]) for value in (1, 2))
+    assert len(queue.allocated) == 2  # both are in flight
+    kept = first.wait()
+    third = reading.to_host([torch.full((5,), 3)])
+    assert len(queue.allocated) == 2
+    assert [copy.wait()[0].tolist() for copy in (first, second, third)] == [
+        [1] * 5,
+        [2] * 5,
+        [3] * 5,
+    ]
+    assert kept[0].tolist() == [1] * 5
+
+
+def test_reading_nothing_is_reading_nothing():
+    assert Reading(Queue().memory()).to_host([]).wait() == []
 
 
 USE = MemoryUse(others=2 * GIB, weights=16 * GIB, activations=3 * GIB, graphs=GIB)

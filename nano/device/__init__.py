@@ -5,18 +5,15 @@ CPU is a device like any other. What CUDA needs is imported only when a GPU is a
 
 from typing import Protocol
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from nano.device.cpu import CpuDevice
 from nano.device.graph import GraphPool
 from nano.device.memory import Memory
+from nano.device.transfers import HostCopy, HostTransfers, Transfers
 
-__all__ = ["Device", "CpuDevice", "make_device"]
+__all__ = ["Device", "CpuDevice", "HostCopy", "HostTransfers", "Transfers", "make_device"]
 
 
-class Device(Protocol):
+class Device(Transfers, Protocol):
     """Where a worker computes. Made once per process."""
 
     @property
@@ -31,10 +28,8 @@ class Device(Protocol):
         """To be measured; None if nobody knows whose it is."""
 
     @property
-    def torch_device(self) -> torch.device: ...
-
-    def to_device(self, array: np.ndarray) -> Tensor:
-        """The array as a tensor there. The caller rewrites it only in the next step."""
+    def traits(self) -> dict[str, str]:
+        """What compiled code and its bits depend on, by name. Of a CPU its own compilers ask."""
 
     def synchronize(self) -> None:
         """Wait until everything queued is done."""

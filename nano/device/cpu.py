@@ -2,16 +2,13 @@
 
 import os
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from nano.device.graph import GraphPool
 from nano.device.memory import Memory
+from nano.device.transfers import HostTransfers
 from nano.native.threads import set_num_threads
 
 
-class CpuDevice:
+class CpuDevice(HostTransfers):
     """A device like any other: a plain copy where CUDA stages, and nothing to wait for."""
 
     kind = "cpu"
@@ -19,12 +16,11 @@ class CpuDevice:
     memory: Memory | None = None  # shared with everything else on the machine: a share is taken
 
     def __init__(self, num_threads: int | None = None):
-        self.torch_device = torch.device("cpu")
         self.num_threads = set_num_threads(num_threads)
 
-    def to_device(self, array: np.ndarray) -> Tensor:
-        """The array as a tensor. Shares memory: the caller rewrites it only in the next step."""
-        return torch.from_numpy(array)
+    @property
+    def traits(self) -> dict[str, str]:
+        return {}
 
     def synchronize(self) -> None:
         """Wait until everything queued is done. Nothing is ever queued on CPU."""

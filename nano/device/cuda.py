@@ -1,7 +1,10 @@
 """CudaDevice: one NVIDIA GPU, or one slice of one (MIG)."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -9,7 +12,9 @@ from torch import Tensor
 
 from nano.device.cuda_graph import CudaGraphPool
 from nano.device.graph import GraphPool
-from nano.device.staging import Staging
+from nano.device.reading import Reading
+from nano.device.staging import PinnedMemory, Staging
+from nano.device.transfers import HostCopy
 from nano.errors import ConfigError
 from nano.log import get_logger
 from nano.native.threads import set_num_threads
@@ -54,7 +59,7 @@ class DeviceChoice:
 
 
 class CudaDevice:
-    """Everything is queued on the current stream; only `synchronize` waits."""
+    """Everything is queued on the current stream; `synchronize` waits, and what is read back."""
 
     kind = "cuda"
     supports_graphs = True
@@ -77,16 +82,30 @@ class CudaDevice:
         torch.cuda.set_device(self.torch_device)
         self.num_threads = set_num_threads(num_threads)  # of what is left on the host
         self.memory = CudaMemory(self.torch_device)
-        self._staging = Staging(
-            self.torch_device,
-            lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True),
-            torch.cuda.Event,
+        pinned = PinnedMemory(
+            lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True), torch.cuda.Event
         )
+        self._staging = Staging(self.torch_device, pinned)
+        self._reading = Reading(pinned)
         logger.info("device: cuda:%d, %s", choice.index, visible[choice.index])
 
     def to_device(self, array: np.ndarray) -> Tensor:
         """A copy of the array, queued; the caller may rewrite the array at once."""
         return self._staging.to_device(array)
+
+    def to_host(self, tensors: Sequence[Tensor]) -> HostCopy:
+        return self._reading.to_host(tensors)
+
+    @property
+    def traits(self) -> dict[str, str]:
+        """The GPU, and who writes code for it."""
+        major, minor = torch.cuda.get_device_capability(self.torch_device)
+        return {
+            "gpu": torch.cuda.get_device_name(self.torch_device),
+            "capability": f"{major}.{minor}",
+            "cuda": str(torch.version.cuda),
+            "triton": version("triton") if find_spec("triton") is not None else "none",
+        }
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)

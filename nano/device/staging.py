@@ -2,7 +2,8 @@
 
 A copy from ordinary memory makes the host wait; one from pinned memory is queued, and reads its
 source some time later. So each array goes through a pinned buffer that nothing rewrites until the
-event behind its copy has passed. The caller may rewrite the array at once.
+event behind its copy has passed. The caller may rewrite the array at once. The way back is in
+reading.py.
 """
 
 from collections import deque
@@ -25,32 +26,48 @@ class Event(Protocol):
     def query(self) -> bool:
         """Whether the device has passed the mark."""
 
+    def synchronize(self) -> None:
+        """Wait until it has."""
+
 
 @dataclass(slots=True)
-class _Buffer:
+class PinnedBuffer:
     memory: Tensor  # [size] uint8, pinned; a power of two
-    event: Event  # behind the copy that last read it
+    event: Event  # behind the copy that last used it
+
+
+class PinnedMemory:
+    """The pinned buffers that no copy is using, by size."""
+
+    def __init__(self, allocate: Callable[[int], Tensor], make_event: Callable[[], Event]):
+        """`allocate(size)` gives [size] uint8 of pinned host memory."""
+        self._allocate = allocate
+        self._make_event = make_event
+        self._unused: dict[int, list[PinnedBuffer]] = {}
+
+    def take(self, num_bytes: int) -> PinnedBuffer:
+        """One of at least `num_bytes`, the caller's own until it is put back."""
+        size = max(_SMALLEST, 1 << (num_bytes - 1).bit_length())
+        unused = self._unused.get(size)
+        return unused.pop() if unused else PinnedBuffer(self._allocate(size), self._make_event())
+
+    def put_back(self, buffer: PinnedBuffer) -> None:
+        self._unused.setdefault(len(buffer.memory), []).append(buffer)
 
 
 class Staging:
-    """Owns the pinned buffers of one device: as many as there are copies in flight."""
+    """Owns the buffers of the copies to one device: as many as are in flight."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        allocate: Callable[[int], Tensor],
-        make_event: Callable[[], Event],
-    ):
-        """`allocate(size)` gives [size] uint8 of pinned host memory."""
+    def __init__(self, device: torch.device, memory: PinnedMemory):
         self._device = device
-        self._allocate = allocate
-        self._make_event = make_event
-        self._in_flight: deque[_Buffer] = deque()  # in the order of their copies
-        self._free: dict[int, list[_Buffer]] = {}  # by size
+        self._memory = memory
+        self._in_flight: deque[PinnedBuffer] = deque()  # in the order of their copies
 
     def to_device(self, array: np.ndarray) -> Tensor:
         """A copy on the device, contiguous, of the same shape and dtype; queued, not awaited."""
-        buffer = self._take(array.nbytes)
+        while self._in_flight and self._in_flight[0].event.query():
+            self._memory.put_back(self._in_flight.popleft())
+        buffer = self._memory.take(array.nbytes)
         source = torch.from_numpy(
             buffer.memory.numpy()[: array.nbytes].view(array.dtype).reshape(array.shape)
         )
@@ -60,13 +77,3 @@ class Staging:
         buffer.event.record()
         self._in_flight.append(buffer)
         return copy
-
-    def _take(self, num_bytes: int) -> _Buffer:
-        while self._in_flight and self._in_flight[0].event.query():
-            buffer = self._in_flight.popleft()
-            self._free.setdefault(len(buffer.memory), []).append(buffer)
-        size = max(_SMALLEST, 1 << (num_bytes - 1).bit_length())
-        unused = self._free.get(size)
-        if unused:
-            return unused.pop()
-        return _Buffer(self._allocate(size), self._make_event())

@@ -64,11 +64,14 @@ class Decoder(nn.Module):
         return out
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [L, hidden], any rows of `forward`'s result -> logits [L, vocab]."""
-        if self.lm_head is None:
-            return self.embed_tokens.logits(hidden)
-        logits: Tensor = self.lm_head(hidden)
-        return logits
+        """hidden [L, hidden], any rows of `forward`'s result -> logits [L, vocab].
+
+        In float32 at least, whatever the model computes in: that is what samplers take, and
+        probabilities of 8 bits would tell little.
+        """
+        output = self.embed_tokens.logits if self.lm_head is None else self.lm_head
+        logits: Tensor = output(hidden)
+        return logits if logits.dtype.itemsize > 2 else logits.float()
 
     def pack(self, kernels: Kernels) -> None:
         """Compute with `kernels` from now on: filled weights are traded for what these read."""

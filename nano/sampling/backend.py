@@ -1,7 +1,8 @@
 """SamplingBackend: what is computed over whole rows of logits. L rows of V logits.
 
-Two of a kind: our own kernels, and torch for float64, other devices and machines without a
-compiler. Both draw from the same distributions with the same noise; a last bit may differ.
+Our own kernels, and torch for float64, other devices and machines without a compiler. All draw from
+the same distributions with the same noise; a last bit may differ. Results lie where the logits do,
+and nobody waits for a device here.
 """
 
 from abc import ABC, abstractmethod
@@ -12,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nano.device import HostTransfers, Transfers
 from nano.model_input.input_batch import LogitsRows
 from nano.model_input.request_states import RequestStates
-from nano.step import TokenLogprobs
 
 NO_TOKEN = -1
 
@@ -39,10 +40,23 @@ class NoiseTable:
     seeds: np.ndarray
 
 
+@dataclass(frozen=True, slots=True)
+class LogprobTensors:
+    """N tokens' log probabilities, as `TokenLogprobs` has them, where the logits are."""
+
+    token_ids: Tensor  # [N, 1 + num_top] int64
+    logprobs: Tensor  # [N, 1 + num_top], the logits' dtype
+    ranks: Tensor  # [N] int64
+
+
 class SamplingBackend(ABC):
     """Rows of logits -> tokens and log probabilities. Every row alone; nothing is kept."""
 
     name: str
+
+    def __init__(self, transfers: Transfers | None = None) -> None:
+        """`transfers`: to where the logits are; None is main memory."""
+        self.transfers = transfers or HostTransfers()
 
     @classmethod
     @abstractmethod
@@ -55,14 +69,14 @@ class SamplingBackend(ABC):
     ) -> None:
         """Apply repetition, frequency and presence penalties to rows `index` [N] int64, in place.
 
-        logits: [L, V]. Repetition counts prompt and output, the others the output alone.
+        logits: [L, V] contiguous. Repetition counts prompt and output, the others the output alone.
         """
 
     @abstractmethod
     def draw(
         self, logits: Tensor, rows: LogitsRows, table: DrawTable, processed: Tensor | None
-    ) -> list[int]:
-        """One token per row of `logits` [L, V], or NO_TOKEN where the best logit is not finite.
+    ) -> Tensor:
+        """[L] int64: a token per row of `logits` [L, V], NO_TOKEN where its best is not finite.
 
         rows: `row` is into `table`, `num_known` the position that keys the noise.
         processed: [L, V] to fill with the logits that each token was drawn from, -inf where
@@ -72,8 +86,9 @@ class SamplingBackend(ABC):
     @abstractmethod
     def gather_logprobs(
         self, logits: Tensor, index: Tensor, token_ids: Tensor, num_top: int
-    ) -> TokenLogprobs:
+    ) -> LogprobTensors:
         """Of the rows `index` [N] of `logits`: logprobs of `token_ids` [N] and the `num_top` best.
 
-        int64 both. num_top: in [0, V]. Of equal alternatives the kernels take the lowest token id.
+        int64 both, beside the logits. num_top: in [0, V]. Of equal alternatives the CPU's kernels
+        take the lowest token id.
         """

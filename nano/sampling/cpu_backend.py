@@ -9,8 +9,7 @@ from torch import Tensor
 from nano.model_input.input_batch import LogitsRows
 from nano.model_input.request_states import RequestStates
 from nano.native.build import load_ops
-from nano.sampling.backend import DrawTable, SamplingBackend
-from nano.step import TokenLogprobs
+from nano.sampling.backend import DrawTable, LogprobTensors, SamplingBackend
 
 SOURCE = Path(__file__).with_name("cpu_sampling.cpp")
 
@@ -39,7 +38,7 @@ class CpuSampling(SamplingBackend):
 
     def draw(
         self, logits: Tensor, rows: LogitsRows, table: DrawTable, processed: Tensor | None
-    ) -> list[int]:
+    ) -> Tensor:
         tokens: Tensor = torch.ops.nano.sample_rows(
             logits,
             torch.from_numpy(rows.row),
@@ -48,10 +47,9 @@ class CpuSampling(SamplingBackend):
             torch.from_numpy(table.seeds),
             processed,
         )
-        return tokens.tolist()
+        return tokens
 
     def gather_logprobs(
         self, logits: Tensor, index: Tensor, token_ids: Tensor, num_top: int
-    ) -> TokenLogprobs:
-        ids, logprobs, ranks = torch.ops.nano.gather_logprobs(logits, index, token_ids, num_top)
-        return TokenLogprobs(ids.tolist(), logprobs.tolist(), ranks.tolist())
+    ) -> LogprobTensors:
+        return LogprobTensors(*torch.ops.nano.gather_logprobs(logits, index, token_ids, num_top))

@@ -67,9 +67,19 @@ def row_keys(seed: int, position: int) -> tuple[int, int]:
     return _as_int32(word >> 32), _as_int32(word)
 
 
+def keys_of_rows(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """`row_keys` of many rows at once. [L] int64 both -> [2, L] int32."""
+    words = _scramble(seeds, positions)
+    return np.stack([words >> np.uint64(32), words]).astype(np.uint32).view(np.int32)
+
+
 def random_bits(seed: int, position: int, token_ids: Tensor) -> Tensor:
     """32 random bits per token. token_ids, result: [N] int32, any ids."""
-    first, second = row_keys(seed, position)
+    return bits_of_keys(*row_keys(seed, position), token_ids)
+
+
+def bits_of_keys(first: int | Tensor, second: int | Tensor, token_ids: Tensor) -> Tensor:
+    """32 random bits per token, [N] int32; [L, N] where the keys are [L, 1] int32."""
     bits = _mix(token_ids * _as_int32(0x9E3779B1) + first)
     return _mix_(bits.bitwise_xor_(second))
 

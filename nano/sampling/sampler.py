@@ -4,30 +4,32 @@ Order of operations, as in vLLM:
   1. raw logprobs are taken from the model's logits as they are
   2. masks, allowed_token_ids, bad_words, min_tokens, logit_bias, custom processors,
      penalties                                                                   (logits.py)
-  3. greedy rows: argmax. The others: temperature, min_p, top_k, top_p           (truncation.py)
+  3. greedy rows: argmax. The others: temperature, min_p, top_k, top_p  (truncation.py, cuts.py)
   4. an exponential race over what is left                                       (noise.py)
   5. drafts that an acceptance rule judges: its tokens take the place of step 4's  (verification.py)
   6. processed logprobs are taken from what step 4 drew from
 
-Steps 3 and 4 are one call of a backend for all rows: cpu_sampling.cpp, or its twin in torch.
+Steps 3 and 4 are one call of a backend for all rows: cpu_sampling.cpp, Triton, or torch.
 Every row is sampled alone and from its own key, so nothing about the batch can reach it. With
 no drafts a request has one row and this is ordinary sampling; there is no second path. Step 5
 is there under another rule than match only.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from nano.device import HostTransfers, Transfers
 from nano.model_input.input_batch import InputBatch, LogitsRows
 from nano.model_input.request_states import NO_LOGPROBS, RequestStates
 from nano.sampling.acceptance import AcceptanceRule
 from nano.sampling.backend import NO_TOKEN, SamplingBackend
 from nano.sampling.logits import edit_logits
-from nano.sampling.logprobs import num_alternatives
 from nano.sampling.noise import NoiseDomain
+from nano.sampling.pending import Pending, all_of
 from nano.sampling.select import select_backend
 from nano.sampling.verification import draw_by, find_drafted, probabilities, verify
 from nano.step import TokenLogprobs
@@ -64,30 +66,55 @@ class SamplerOutput:
 
 
 class Sampler:
-    """Turns logits into tokens. Nothing of one call can be seen in the next."""
+    """Turns logits into tokens. Nothing of one call can be seen in the next.
+
+    `queue_...` and `sample_drafts` give work to the device and look at nothing of it: what comes of
+    a step is read at once. Only acceptance rules other than the match rule, and custom logits
+    processors, make the host wait in between.
+    """
 
     def __init__(
         self,
         logprobs_mode: str = "raw_logprobs",
         backend: SamplingBackend | None = None,
         rule: AcceptanceRule | None = None,
+        transfers: Transfers | None = None,
     ) -> None:
-        """backend: None is the best one for the logits that come. rule: None is the match rule."""
+        """backend: None is the best one for the logits that come. rule: None is the match rule.
+
+        transfers: to where the logits are; None is main memory.
+        """
         self.takes_raw_logprobs = logprobs_mode == "raw_logprobs"
         self.backend = backend
         self.rule = rule
-        if backend is None:  # what must be compiled is compiled now, not in the first step
-            select_backend(torch.float32, torch.device("cpu"))
+        self.transfers = transfers or HostTransfers()
+        self._selected: dict[torch.dtype, SamplingBackend] = {}
+        self.backend_for(torch.float32)  # what must be compiled is compiled now, not in a step
+
+    def backend_for(self, dtype: torch.dtype) -> SamplingBackend:
+        """What samples from logits of `dtype`."""
+        if self.backend is not None:
+            return self.backend
+        if dtype not in self._selected:
+            device = self.transfers.torch_device
+            self._selected[dtype] = select_backend(dtype, device, self.transfers)
+        return self._selected[dtype]
 
     def sample_rows(
         self, logits: Tensor, rows: LogitsRows, states: RequestStates, mask: Tensor | None = None
     ) -> RowSamples:
+        """`queue_rows`, and wait for it."""
+        return self.queue_rows(logits, rows, states, mask).read(self.transfers)
+
+    def queue_rows(
+        self, logits: Tensor, rows: LogitsRows, states: RequestStates, mask: Tensor | None = None
+    ) -> Pending[RowSamples]:
         """Sample every row. logits: [L, V] float32 or float64, not modified.
 
         rows: those of whole requests, each one's side by side. mask: [L, V] bool, True where a
         grammar allows the token, or None.
         """
-        backend = self.backend or select_backend(logits.dtype, logits.device)
+        backend = self.backend_for(logits.dtype)
         num_logprobs = states.num_logprobs[rows.row]
         wants_logprobs = bool((num_logprobs != NO_LOGPROBS).any())
         edited, errors = edit_logits(logits, rows, states, mask, backend)
@@ -98,33 +125,70 @@ class Sampler:
         if processed is not None and not self.takes_raw_logprobs:
             source = processed
         token_ids = backend.draw(edited, rows, states, processed)
-        samples = RowSamples(token_ids, [None] * len(token_ids), errors)
-        if NO_TOKEN in token_ids:
-            self._explain(logits, samples)
+        num_accepted: dict[int, int] = {}
         if drafted is not None:
             assert self.rule is not None
             assert processed is not None
-            samples.num_accepted = verify(
-                self.rule, backend, drafted, rows, states, processed, token_ids, samples.errors
-            )
-        if wants_logprobs:
-            self._take_logprobs(backend, source, num_logprobs, samples)
-        return samples
+            judged = Pending([token_ids], _only_list).read(self.transfers)
+            num_accepted = verify(self.rule, backend, drafted, rows, states, processed, judged)
+            token_ids = self.transfers.to_device(np.array(judged))
+        asked = {
+            num_top: np.flatnonzero(num_logprobs == num_top)
+            for num_top in set(num_logprobs.tolist()) - {NO_LOGPROBS}
+        }
+        parts: list[Pending[Any]] = [
+            Pending([token_ids], _only_list),
+            _is_usable(logits, edited),
+            *(self.queue_logprobs(source, at, token_ids, n) for n, at in asked.items()),
+        ]
+
+        def collect(values: list[Any]) -> RowSamples:
+            ids, is_usable, *records = values
+            samples = RowSamples(ids, [None] * len(ids), errors, num_accepted)
+            if NO_TOKEN in ids:
+                _explain(samples, is_usable)
+            for index, record in zip(asked.values(), records):
+                _put_logprobs(samples, index, record)
+            return samples
+
+        return all_of(parts).then(collect)
+
+    def queue_logprobs(
+        self, logits: Tensor, index: np.ndarray, token_ids: Tensor, num_top: int
+    ) -> Pending[TokenLogprobs]:
+        """Of the rows `index` [N] of `logits` [L, V]: logprobs of their tokens and the best.
+
+        index: int64, rising; token_ids: [L] int64, NO_TOKEN stands for anything; num_top: -1 is
+        all. A row's figures depend on the row alone.
+        """
+        at = self.transfers.to_device(index)
+        vocab_size = logits.shape[1]
+        found = self.backend_for(logits.dtype).gather_logprobs(
+            logits,
+            at,
+            token_ids.index_select(0, at).clamp_(min=0),
+            vocab_size if num_top < 0 else min(num_top, vocab_size),
+        )
+        return Pending(
+            [found.token_ids, found.logprobs, found.ranks],
+            lambda arrays: TokenLogprobs(*(array.tolist() for array in arrays)),
+        )
 
     def sample_drafts(
         self, logits: Tensor, rows: LogitsRows, states: RequestStates
-    ) -> tuple[list[int], Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """One draft per row of a draft model's logits [L, V], NO_TOKEN where they are unusable.
 
-        Drafts of a request are drawn one after the other: those before this one must already lie
-        behind its known tokens in `states`. A row's `num_known` is the position of the draft.
+        [L] int64, where the logits are. Drafts of a request are drawn one after the other: those
+        before this one must already lie behind its known tokens in `states` if its logits are
+        edited. A row's `num_known` is the position of the draft.
 
         Where tokens are matched the target's own noise draws them, so that equal logits give equal
         tokens, and there is nothing else to return. For rules that need it, noise of their own
         does, and the second result is what each draft was drawn from: [L, V] float32 probabilities,
         zero for greedy requests (which are matched) and unusable rows; None if all are.
         """
-        backend = self.backend or select_backend(logits.dtype, logits.device)
+        backend = self.backend_for(logits.dtype)
         edited, _ = edit_logits(logits, rows, states, None, backend)
         draws = states.draws[rows.row]
         if self.rule is None or not self.rule.needs_probs or not draws[:, 0].any():
@@ -132,41 +196,40 @@ class Sampler:
         processed = logits.new_empty(logits.shape)
         keys = self.rule.noise_keys(NoiseDomain.DRAFT, states, rows.row, rows.num_known)
         token_ids = draw_by(backend, edited, rows, draws, keys, processed)
-        probs = probabilities(processed)
-        probs[torch.from_numpy((draws[:, 0] == 0) | (np.array(token_ids) == NO_TOKEN))] = 0.0
-        return token_ids, probs
+        is_matched = self.transfers.to_device(draws[:, 0] == 0) | (token_ids == NO_TOKEN)
+        return token_ids, probabilities(processed).masked_fill_(is_matched[:, None], 0.0)
 
-    def _take_logprobs(
-        self,
-        backend: SamplingBackend,
-        source: Tensor,
-        num_logprobs: np.ndarray,
-        samples: RowSamples,
-    ) -> None:
-        """Fill in what rows asked for, in one call per number of alternatives. source: [L, V]."""
-        token_ids = np.array(samples.token_ids)
-        num_logprobs[list(samples.errors)] = NO_LOGPROBS
-        for num_top in set(num_logprobs.tolist()) - {NO_LOGPROBS}:
-            index = np.flatnonzero(num_logprobs == num_top)
-            record = backend.gather_logprobs(
-                source,
-                torch.from_numpy(index),
-                torch.from_numpy(token_ids[index]),
-                num_alternatives(num_top, source.shape[1]),
+
+def _only_list(arrays: list[np.ndarray]) -> list[int]:
+    values: list[int] = arrays[0].tolist()
+    return values
+
+
+def _is_usable(logits: Tensor, edited: Tensor) -> Pending[np.ndarray]:
+    """[L] bool: whether the model's own logits are numbers, of rows that gave no token."""
+    num_rows = len(logits)
+    if edited is logits:  # then these are why
+        return Pending([], lambda arrays: np.zeros(num_rows, np.bool_))
+    return Pending([logits.amax(dim=1).isfinite()], lambda arrays: arrays[0])
+
+
+def _explain(samples: RowSamples, is_usable: np.ndarray) -> None:
+    """Record an error for each row that gave no token, unless a processor's is known."""
+    for i, token_id in enumerate(samples.token_ids):
+        if token_id == NO_TOKEN:
+            if not is_usable[i]:
+                samples.errors[i] = _BAD_LOGITS
+            samples.errors.setdefault(i, _NOTHING_LEFT)
+            samples.token_ids[i] = 0
+
+
+def _put_logprobs(samples: RowSamples, index: np.ndarray, record: TokenLogprobs) -> None:
+    """`record` is of the rows `index`; those that failed get none."""
+    for j, i in enumerate(index.tolist()):
+        if i not in samples.errors:
+            samples.logprobs[i] = TokenLogprobs(
+                [record.token_ids[j]], [record.logprobs[j]], [record.ranks[j]]
             )
-            for j, i in enumerate(index.tolist()):
-                samples.logprobs[i] = TokenLogprobs(
-                    [record.token_ids[j]], [record.logprobs[j]], [record.ranks[j]]
-                )
-
-    def _explain(self, logits: Tensor, samples: RowSamples) -> None:
-        """Record an error for each row that gave no token, unless a processor's is known."""
-        for i, token_id in enumerate(samples.token_ids):
-            if token_id == NO_TOKEN:
-                if not bool(torch.isfinite(logits[i].max())):
-                    samples.errors[i] = _BAD_LOGITS
-                samples.errors.setdefault(i, _NOTHING_LEFT)
-                samples.token_ids[i] = 0
 
 
 def accept(batch: InputBatch, states: RequestStates, samples: RowSamples) -> SamplerOutput:

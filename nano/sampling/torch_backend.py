@@ -1,4 +1,4 @@
-"""Sampling in torch, row by row: any dtype and device. The obvious twin of the kernels."""
+"""Sampling in torch, row by row, in main memory: any dtype. The obvious twin of the kernels."""
 
 import numpy as np
 import torch
@@ -6,11 +6,9 @@ from torch import Tensor
 
 from nano.model_input.input_batch import LogitsRows
 from nano.model_input.request_states import RequestStates
-from nano.sampling.backend import NO_TOKEN, DrawTable, SamplingBackend
+from nano.sampling.backend import NO_TOKEN, DrawTable, LogprobTensors, SamplingBackend
 from nano.sampling.noise import log_exponential
 from nano.sampling.truncation import survivors
-from nano.sampling_params import SamplingParams
-from nano.step import TokenLogprobs
 
 _SPARSE = 8  # noise of single tokens costs about this many times its share of a whole row's
 
@@ -27,16 +25,24 @@ class TorchSampling(SamplingBackend):
     def penalise(
         self, logits: Tensor, index: np.ndarray, rows: LogitsRows, states: RequestStates
     ) -> None:
-        for i in index:
-            row = rows.row[i]
-            num_prompt = states.num_prompt_tokens[row]
-            known = states.token_ids[row, : rows.num_known[i]]
-            params = states.row_params(row).sampling_params
-            _penalise_row(logits[i], params, known, known[num_prompt:])
+        vocab_size = logits.shape[1]
+        row, num_known = rows.row[index], rows.num_known[index]
+        known = np.concatenate([states.token_ids[r, :n] for r, n in zip(row, num_known)])
+        place = np.arange(len(index)).repeat(num_known)  # of each known token's row in `index`
+        position = np.arange(len(known)) - (num_known.cumsum() - num_known).repeat(num_known)
+        is_output = position >= states.num_prompt_tokens[row][place]
+        is_token = (known >= 0) & (known < vocab_size)
+        cells = np.stack([place * vocab_size + known, is_output])[:, is_token]
+
+        to_device = self.transfers.to_device
+        at = to_device(index)
+        penalised = logits.index_select(0, at)
+        _penalise(penalised, to_device(cells), to_device(states.penalties[row]))
+        logits.index_copy_(0, at, penalised)
 
     def draw(
         self, logits: Tensor, rows: LogitsRows, table: DrawTable, processed: Tensor | None
-    ) -> list[int]:
+    ) -> Tensor:
         best_values, best_ids = logits.max(dim=1)  # propagates NaN
         is_usable = torch.isfinite(best_values)
         token_ids = torch.where(is_usable, best_ids, NO_TOKEN).tolist()
@@ -52,20 +58,18 @@ class TorchSampling(SamplingBackend):
                 token_ids[i] = _race(drawn_from, mask, *key)
             if processed is not None:
                 processed[i] = drawn_from
-        return token_ids
+        return torch.tensor(token_ids)
 
     def gather_logprobs(
         self, logits: Tensor, index: Tensor, token_ids: Tensor, num_top: int
-    ) -> TokenLogprobs:
-        index, token_ids = index.to(logits.device), token_ids.to(logits.device)
-        logprobs = torch.log_softmax(logits[index], dim=-1)  # rows are normalised one by one
+    ) -> LogprobTensors:
+        logprobs = torch.log_softmax(logits.index_select(0, index), dim=-1)  # row by row
         chosen = logprobs.gather(1, token_ids[:, None])
-        ranks = (logprobs > chosen).sum(dim=1) + 1
         top = logprobs.topk(num_top, dim=1)
-        return TokenLogprobs(
-            token_ids=torch.cat((token_ids[:, None], top.indices), dim=1).tolist(),
-            logprobs=torch.cat((chosen, top.values), dim=1).tolist(),
-            ranks=ranks.tolist(),
+        return LogprobTensors(
+            token_ids=torch.cat((token_ids[:, None], top.indices), dim=1),
+            logprobs=torch.cat((chosen, top.values), dim=1),
+            ranks=(logprobs > chosen).sum(dim=1) + 1,
         )
 
 
@@ -79,15 +83,18 @@ def _race(scaled: Tensor, mask: Tensor | None, seed: int, position: int) -> int:
     return int(token_ids[(scaled[token_ids] - noise).argmax()])
 
 
-def _penalise_row(
-    logits: Tensor, params: SamplingParams, known: np.ndarray, output: np.ndarray
-) -> None:
-    if params.repetition_penalty != 1.0:
-        seen = torch.from_numpy(np.unique(known)).long()
-        values = logits[seen]
-        penalty = params.repetition_penalty
-        logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
-    if len(output) and (params.frequency_penalty or params.presence_penalty):
-        seen_ids, counts = np.unique(output, return_counts=True)
-        drop = params.frequency_penalty * counts + params.presence_penalty
-        logits[torch.from_numpy(seen_ids).long()] -= torch.from_numpy(drop).to(logits.dtype)
+def _penalise(logits: Tensor, known: Tensor, penalties: Tensor) -> None:
+    """Penalise rows [N, V] in place.
+
+    known: [2, K] int64, for each known token its place in the flat rows, and whether it is output.
+    penalties: [N, 3] float64.
+    """
+    flat = logits.view(-1)
+    cells, is_output = known.unbind()
+    counts = torch.zeros_like(flat, dtype=torch.int32).index_add_(0, cells, is_output.int())[cells]
+    repetition, frequency, presence = penalties.index_select(0, cells // logits.shape[1]).T
+    values, repetition = flat[cells], repetition.to(logits.dtype)
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    drop = (frequency * counts + presence).to(logits.dtype)
+    # A token known twice has two entries, of the same value.
+    flat.index_put_((cells,), torch.where(counts > 0, values - drop, values))

@@ -11,18 +11,17 @@ from torch import Tensor
 
 from nano.model_input.input_batch import LogitsRows
 from nano.sampling.backend import DrawTable
-from nano.sampling.torch_backend import TorchSampling
-from nano.sampling.truncation import survivors
+from nano.sampling.torch_batch_backend import TorchBatchSampling
 
 CHUNK = 2048  # logits per program
 
 
-class TritonSampling(TorchSampling):
+class TritonSampling(TorchBatchSampling):
     """float32. Noise is made where it is used, over the vocabulary; a row knows of no other.
 
-    Rows with top_k, top_p or min_p have their cut found by torch, row by row as in its twin, and
-    are raced here with it. Penalties and log probabilities are torch's. The match rule compares the
-    tokens of a step on the host (`sampler.accept`), which has to read them anyway.
+    Rows with top_k, top_p or min_p have their cuts found by torch, and are raced here with them.
+    Penalties and log probabilities are torch's. The match rule compares the tokens of a step on
+    the host (`sampler.accept`), which has to read them anyway.
     """
 
     name = "triton"
@@ -33,44 +32,32 @@ class TritonSampling(TorchSampling):
 
     def draw(
         self, logits: Tensor, rows: LogitsRows, table: DrawTable, processed: Tensor | None
-    ) -> list[int]:
-        draws, seeds = table.draws[rows.row], table.seeds[rows.row]
-        tokens = self.launch(logits, draws, seeds, rows.num_known, processed)
-        return tokens.tolist()
-
-    def launch(
-        self,
-        logits: Tensor,
-        draws: np.ndarray,
-        seeds: np.ndarray,
-        positions: np.ndarray,
-        processed: Tensor | None = None,
     ) -> Tensor:
-        """Queue the draw of all rows; the result, [L] int64, is on the device.
-
-        draws: [L, 4] float64, as in `DrawTable`; seeds, positions: [L] int64.
-        """
         from nano.sampling import triton_kernels as kernels
 
+        draws, seeds = table.draws[rows.row], table.seeds[rows.row]
         num_rows, vocab_size = logits.shape
         assert logits.stride(1) == 1, logits.stride()
         assert processed is None or processed.stride(1) == 1
         num_chunks = -(-vocab_size // CHUNK)
         padded_chunks = 1 << (num_chunks - 1).bit_length()
         grid = (num_rows, num_chunks)
-        keys = torch.from_numpy(np.stack([seeds, positions])).to(logits.device)
-        temperatures = torch.from_numpy(draws[:, 0].astype(np.float32)).to(logits.device)
-        best_values, race_values = logits.new_empty(2, *grid)
-        best_ids, race_ids = logits.new_empty(2, *grid, dtype=torch.int32)
+        temperatures = self.transfers.to_device(draws[:, 0].astype(np.float32))
+        # Tensors of their own: of parts of one some would lie off 16 bytes with some numbers of
+        # rows, and Triton would compile for that in the middle of a step.
+        best_values, race_values = logits.new_empty(grid), logits.new_empty(grid)
+        best_ids, race_ids = (logits.new_empty(grid, dtype=torch.int32) for _ in range(2))
         kernels.best_of_chunks[grid](
             logits, best_values, best_ids, logits.stride(0), vocab_size, CHUNK=CHUNK
         )
+        cuts = self.find_cuts(logits, best_values.amax(1), draws, temperatures)
         kernels.race_of_chunks[grid](
             logits,
             best_values,
             temperatures,
-            _cuts(logits, best_values, draws, temperatures),
-            *keys,
+            cuts,
+            self.transfers.to_device(seeds),
+            self.transfers.to_device(rows.num_known),
             race_values,
             race_ids,
             logits if processed is None else processed,
@@ -94,22 +81,3 @@ class TritonSampling(TorchSampling):
             PADDED_CHUNKS=padded_chunks,
         )
         return tokens
-
-
-def _cuts(logits: Tensor, best_values: Tensor, draws: np.ndarray, temperatures: Tensor) -> Tensor:
-    """[L] float32: the lowest scaled logit that truncation keeps in each row, -inf if it keeps all.
-
-    best_values: [L, C]. Divides by a tensor: by a number, torch multiplies with its reciprocal on
-    CUDA, and the cut could fall on the wrong side of the kernel's own quotient.
-    """
-    cuts = logits.new_full((len(logits),), -torch.inf)
-    is_truncated = (draws[:, 1] < 1) | (draws[:, 2] > 0) | (draws[:, 3] > 0)
-    for i in np.flatnonzero(is_truncated & (draws[:, 0] > 0)):
-        best = best_values[i].max()
-        scaled = (logits[i] - best) / temperatures[i]
-        scaled = torch.where(best.isfinite(), scaled, 0.0)  # a row that gives no token has no cut
-        _, top_p, min_p, top_k = draws[i].tolist()
-        mask = survivors(scaled, top_k=int(top_k), top_p=top_p, min_p=min_p)
-        if mask is not None:
-            cuts[i] = scaled.masked_fill(~mask, torch.inf).min()
-    return cuts

@@ -3,6 +3,8 @@
 Order is vLLM's: min-p against the best token, then top-k, then top-p over what is left,
 renormalised. Tokens tied with the last one kept are kept too, so the result is a function of the
 values alone, never of an order of equals.
+
+This reads numbers on the host as it goes; cuts.py does the same for many rows on a device.
 """
 
 import math

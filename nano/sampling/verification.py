@@ -2,6 +2,9 @@
 
 L logits rows of whole requests: a request with k drafts has k + 1 of them, side by side. After it,
 the rows hold the accepted drafts and the one token behind them; what later rows hold is never read.
+
+Rules judge on the host: a step that verifies by one waits for the device several times. The match
+rule, which is not here, does not.
 """
 
 from dataclasses import dataclass
@@ -13,7 +16,7 @@ from torch import Tensor
 from nano.model_input.input_batch import LogitsRows
 from nano.model_input.request_states import RequestStates
 from nano.sampling.acceptance import AcceptanceRule, DraftedRequests, Verdict
-from nano.sampling.backend import NoiseTable, SamplingBackend
+from nano.sampling.backend import NO_TOKEN, NoiseTable, SamplingBackend
 from nano.sampling.noise import NoiseDomain, uniforms
 
 _AS_IT_IS = (1.0, 1.0, 0.0, 0.0)  # temperature, top_p, min_p, top_k
@@ -55,14 +58,14 @@ def verify(
     states: RequestStates,
     processed: Tensor,
     token_ids: list[int],
-    errors: dict[int, str],
 ) -> dict[int, int]:
     """Rewrite `token_ids` [L] of the drafted requests. First row -> number of accepted drafts.
 
-    processed: [L, V], what the target's own tokens were drawn from. errors: by row. Drafts are
-    judged up to the first row that failed; if all those are accepted, the failure counts.
+    processed: [L, V], what the target's own tokens were drawn from. Drafts are judged up to the
+    first row that failed (NO_TOKEN); if all those are accepted, the failure counts.
     """
-    drafted = _before_errors(drafted, errors)
+    failed = [row for row, token_id in enumerate(token_ids) if token_id == NO_TOKEN]
+    drafted = _before_failed(drafted, failed)
     if not len(drafted.first):
         return {}
     drafts = _gather(rule, drafted, rows, states, processed)
@@ -75,8 +78,8 @@ def verify(
         position = rows.num_known[last]
         keys = rule.noise_keys(NoiseDomain.RESIDUAL, states, rows.row[last], position)
         final_ids = draw_by(backend, logits, rows, _AS_IT_IS, keys)
-        for row, token_id in zip(last.tolist(), final_ids):
-            if row not in errors:
+        for row, token_id in zip(last.tolist(), _read(backend, final_ids)):
+            if token_ids[row] != NO_TOKEN:
                 token_ids[row] = token_id
     return dict(zip(drafted.first.tolist(), verdict.num_accepted.tolist()))
 
@@ -88,10 +91,10 @@ def draw_by(
     draws: tuple[float, ...] | np.ndarray,
     keys: tuple[np.ndarray, np.ndarray],
     processed: Tensor | None = None,
-) -> list[int]:
-    """One token per row of `logits` [N, V], with the noise of `keys` ([N] seeds, [N] positions).
+) -> Tensor:
+    """[N] int64: one token per row of `logits` [N, V], with the noise of `keys`.
 
-    draws: [N, 4], or one for all; see `DrawTable`.
+    keys: [N] seeds, [N] positions. draws: [N, 4], or one for all; see `DrawTable`.
     """
     seeds, positions = keys
     table = NoiseTable(np.array(np.broadcast_to(draws, (len(seeds), 4)), order="C"), seeds)
@@ -104,10 +107,16 @@ def probabilities(logits: Tensor) -> Tensor:
     return torch.softmax(logits, dim=-1).float()
 
 
-def _before_errors(drafted: DraftedRows, errors: dict[int, str]) -> DraftedRows:
+def _read(backend: SamplingBackend, token_ids: Tensor) -> list[int]:
+    (array,) = backend.transfers.to_host([token_ids]).wait()
+    read: list[int] = array.tolist()
+    return read
+
+
+def _before_failed(drafted: DraftedRows, failed: list[int]) -> DraftedRows:
     """Each request's drafts up to its first failed row, without requests that have none left."""
     num_drafts = drafted.num_drafts.copy()
-    for row in errors:
+    for row in failed:
         n = int(drafted.first.searchsorted(row, side="right")) - 1
         if n >= 0 and row - drafted.first[n] < num_drafts[n]:
             num_drafts[n] = row - drafted.first[n]

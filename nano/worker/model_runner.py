@@ -17,10 +17,10 @@ from torch import Tensor
 from nano.attention.op import ForwardContext, forward_context
 from nano.compile.artifact import ForwardFn
 from nano.model_input.input_batch import InputBatch, InputBatchBuilder, LogitsRows
-from nano.model_input.own_drafts import OwnDrafts
+from nano.model_input.own_drafts import FilledPlan, OwnDrafts
 from nano.model_input.request_states import RequestStates
 from nano.models.decoder import Decoder
-from nano.sampling.logprobs import gather_logprobs
+from nano.sampling.pending import Pending, all_of
 from nano.sampling.sampler import RowSamples, Sampler, accept, concatenate
 from nano.spec.proposers import Proposers
 from nano.step import StepOutput, StepPlan, TokenLogprobs
@@ -33,9 +33,8 @@ _MAX_LOGITS_BYTES = 64 * 2**20
 class _Forwarded:
     """A step between its two halves."""
 
-    plan: StepPlan
+    own: FilledPlan
     batch: InputBatch
-    verified: dict[str, list[int]]  # drafts of our own, by request
     hidden: Tensor  # [T, hidden]
     seconds: float
 
@@ -52,6 +51,7 @@ class ModelRunner:
         batch_builder: InputBatchBuilder,
         sampler: Sampler,
         proposers: Proposers,
+        own_drafts: OwnDrafts,
     ) -> None:
         self.model = model
         self.model_forward = model_forward
@@ -60,7 +60,7 @@ class ModelRunner:
         self.batch_builder = batch_builder
         self.sampler = sampler
         self.proposers = proposers
-        self.own_drafts = OwnDrafts()
+        self.own_drafts = own_drafts
         self._forwarded: _Forwarded | None = None
 
     @torch.inference_mode()
@@ -70,14 +70,14 @@ class ModelRunner:
 
     def forward(self, plan: StepPlan) -> None:
         started = time.perf_counter()
-        plan, verified = self.own_drafts.fill_in(plan)
-        self.states.apply(plan)
-        self.proposers.update(plan, self.states)
-        batch = self.batch_builder.build(plan)
+        own = self.own_drafts.fill_in(plan)
+        self.states.apply(own.plan)
+        self.proposers.update(own.plan, self.states)
+        batch = self.batch_builder.build(own.plan, own.unread)
         self.context.backend.plan(batch.attention)
         with forward_context(self.context):
             hidden = self.model_forward(batch.input_ids, batch.positions)
-        self._forwarded = _Forwarded(plan, batch, verified, hidden, time.perf_counter() - started)
+        self._forwarded = _Forwarded(own, batch, hidden, time.perf_counter() - started)
 
     @property
     def hidden(self) -> Tensor:
@@ -87,36 +87,46 @@ class ModelRunner:
 
     def sample(self, mask: Tensor | None = None) -> StepOutput:
         """mask: [L, V] bool, True where a token may be drawn; None allows all."""
-        started = time.perf_counter()
         assert self._forwarded is not None
         step, self._forwarded = self._forwarded, None
         batch = step.batch
+        unverified = self.own_drafts.read(step.own)
+        for request_id in step.own.unread:
+            row = self.states.row_of[request_id]
+            self.states.put_drafts(row, step.own.verified[request_id])
+        started = time.perf_counter()
 
-        samples = RowSamples()
+        parts = []
         for start, rows, logits in self._logits(step.hidden, batch.logits, batch.logits_start):
             row_mask = None if mask is None else mask[start : start + len(rows.row)]
-            samples.extend(self.sampler.sample_rows(logits, rows, self.states, row_mask))
+            parts.append(self.sampler.queue_rows(logits, rows, self.states, row_mask))
+        results = all_of([all_of(parts), self._prompt_logprobs(step.hidden, batch)])
+        # The one wait for this step. Else only rules and custom processors make the host wait.
+        found, prompt_logprobs = results.read(self.sampler.transfers)
+        samples = RowSamples()
+        for part in found:
+            samples.extend(part)
         sampled = accept(batch, self.states, samples)
-        prompt_logprobs = self._prompt_logprobs(step.hidden, batch)
         for i, token_ids in enumerate(sampled.token_ids):
             self.states.commit(
                 int(batch.rows[i]), int(batch.num_scheduled[i]), int(batch.num_drafts[i]), token_ids
             )
         sampled_at = time.perf_counter()
-        drafts = self.proposers.propose(step.plan, batch, sampled.token_ids, self.states)
-        self.own_drafts.keep(batch.request_ids, drafts.token_ids)
+        drafts = self.proposers.propose(step.own.plan, batch, sampled.token_ids, self.states)
+        shown = self.own_drafts.keep(batch.request_ids, drafts.made)
         return StepOutput(
             request_ids=batch.request_ids,
             token_ids=sampled.token_ids,
-            draft_token_ids=drafts.token_ids,
-            draft_sources=drafts.sources,
-            verified_token_ids=step.verified,
+            draft_token_ids=shown,
+            draft_sources=[source if ids else "" for source, ids in zip(drafts.sources, shown)],
+            verified_token_ids=step.own.verified,
+            unverified_token_ids=unverified,
             logprobs=sampled.logprobs,
             prompt_logprobs=prompt_logprobs,
             errors=sampled.errors,
             forward_seconds=step.seconds,
             sample_seconds=sampled_at - started,
-            draft_seconds=drafts.seconds,
+            draft_seconds=drafts.seconds + self.own_drafts.take_seconds_waited(),
             num_draft_passes=drafts.num_passes,
             num_draft_pass_tokens=drafts.num_pass_tokens,
             num_caught_up_tokens=drafts.num_caught_up_tokens,
@@ -129,7 +139,7 @@ class ModelRunner:
 
         With `starts` [R + 1] the rows of a request, starts[i]:starts[i + 1], stay in one chunk.
         """
-        bytes_per_row = self.model.config.vocab_size * hidden.element_size()
+        bytes_per_row = self.model.config.vocab_size * max(hidden.element_size(), 4)  # float32
         size = max(1, _MAX_LOGITS_BYTES // bytes_per_row)
         start, num_rows = 0, len(rows.row)
         while start < num_rows:
@@ -141,21 +151,29 @@ class ModelRunner:
             yield start, chunk, self.model.compute_logits(hidden[chunk.indices])
             start = stop
 
-    def _prompt_logprobs(self, hidden: Tensor, batch: InputBatch) -> dict[str, TokenLogprobs]:
+    def _prompt_logprobs(
+        self, hidden: Tensor, batch: InputBatch
+    ) -> Pending[dict[str, TokenLogprobs]]:
         """Logprobs of the prompt tokens that this step's rows predict, by request."""
         rows = batch.prompt_logits
         if rows is None:
-            return {}
-        found: dict[str, list[TokenLogprobs]] = {}
-        request_of = {
-            int(row): request_id for row, request_id in zip(batch.rows, batch.request_ids)
-        }
+            return Pending([], lambda arrays: {})
+        request_of = dict(zip(batch.rows.tolist(), batch.request_ids))
+        owners, parts = [], []
         for _, chunk, logits in self._logits(hidden, rows):
-            targets = torch.from_numpy(self.states.token_ids[chunk.row, chunk.num_known]).long()
+            known = self.states.token_ids[chunk.row, chunk.num_known].astype(np.int64)
+            targets = self.sampler.transfers.to_device(known)
             for row in dict.fromkeys(chunk.row.tolist()):
-                mine = torch.from_numpy(np.flatnonzero(chunk.row == row))
                 num_top = self.states.row_params(row).sampling_params.prompt_logprobs
                 assert num_top is not None
-                part = gather_logprobs(logits[mine], targets[mine], num_top)
-                found.setdefault(request_of[row], []).append(part)
-        return {request_id: concatenate(parts) for request_id, parts in found.items()}
+                mine = np.flatnonzero(chunk.row == row)
+                parts.append(self.sampler.queue_logprobs(logits, mine, targets, num_top))
+                owners.append(request_of[row])
+
+        def collect(records: list[TokenLogprobs]) -> dict[str, TokenLogprobs]:
+            found: dict[str, list[TokenLogprobs]] = {}
+            for request_id, record in zip(owners, records):
+                found.setdefault(request_id, []).append(record)
+            return {request_id: concatenate(records) for request_id, records in found.items()}
+
+        return all_of(parts).then(collect)

@@ -153,6 +153,14 @@ def test_a_float64_model_computes_everything_in_float64(tmp_path):
     assert 0.0 < moved < 1e-9
 
 
+def test_logits_of_a_16_bit_model_are_float32(tmp_path):
+    for family in ("llama", "qwen2"):
+        folder = make_checkpoint(tmp_path / family, family, tie_word_embeddings=family == "qwen2")
+        model = load(folder, torch.bfloat16)
+        hidden = torch.randn(3, model.config.hidden_size, dtype=torch.bfloat16)
+        assert model.compute_logits(hidden).dtype == torch.float32
+
+
 def test_logits_of_a_position_do_not_depend_on_later_tokens(tmp_path):
     model = load(make_checkpoint(tmp_path), torch.float64)
     ids = prompt(32)

@@ -15,6 +15,7 @@ from nano.sampling.cpu_backend import CpuSampling
 from nano.sampling.noise import log_exponential, random_bits
 from nano.sampling.torch_backend import TorchSampling
 from nano.sampling_params import SamplingParams
+from nano.step import TokenLogprobs
 from tests.other_cpus import AVX2, PLAIN, computed_with, needs_avx2
 from tests.sampling.rows import make_rows
 
@@ -57,7 +58,12 @@ def rows_of(settings: list[dict], position: int = 4) -> tuple[LogitsRows, Reques
 
 def draw(logits: torch.Tensor, rows: LogitsRows, states: RequestStates):
     processed = torch.empty(logits.shape)
-    return CpuSampling().draw(logits, rows, states, processed), processed
+    return CpuSampling().draw(logits, rows, states, processed).tolist(), processed
+
+
+def logprobs(logits: torch.Tensor, *args) -> TokenLogprobs:
+    found = CpuSampling().gather_logprobs(logits, *args)
+    return TokenLogprobs(found.token_ids.tolist(), found.logprobs.tolist(), found.ranks.tolist())
 
 
 @pytest.mark.parametrize("vocab_size", SIZES)
@@ -67,7 +73,7 @@ def test_tokens_are_the_twins_unless_the_race_is_within_rounding(setting, vocab_
     logits = random_logits(num_rows, vocab_size, seed=vocab_size)
     rows, states = rows_of([setting] * num_rows)
     tokens, processed = draw(logits, rows, states)
-    expected = TorchSampling().draw(logits, rows, states, None)
+    expected = TorchSampling().draw(logits, rows, states, None).tolist()
     ids = torch.arange(vocab_size, dtype=torch.int32)
     for i, (ours, twins) in enumerate(zip(tokens, expected)):
         if ours == twins:
@@ -158,7 +164,7 @@ def test_logits_of_any_size_are_sampled(scale):
     logits = torch.randn(6, 600, generator=torch.Generator().manual_seed(1)).clamp(-3, 3) * scale
     rows, states = rows_of([{"temperature": t} for t in (0.0, 1e-5, 1.0)] * 2)
     tokens, _ = draw(logits, rows, states)
-    assert tokens == TorchSampling().draw(logits, rows, states, None)
+    assert tokens == TorchSampling().draw(logits, rows, states, None).tolist()
     assert NO_TOKEN not in tokens
 
 
@@ -168,7 +174,7 @@ def test_logprobs_equal_float64_and_list_the_lowest_of_equals_first(vocab_size):
     token_ids = torch.tensor([0, vocab_size - 1, vocab_size // 2])
     expected = torch.log_softmax(logits.double(), dim=1)
     for num_top in {0, 1, min(5, vocab_size), min(100, vocab_size), vocab_size}:
-        record = CpuSampling().gather_logprobs(logits, torch.tensor([2, 0, 1]), token_ids, num_top)
+        record = logprobs(logits, torch.tensor([2, 0, 1]), token_ids, num_top)
         for j, row in enumerate((2, 0, 1)):
             order = logits[row].sort(descending=True, stable=True).indices
             ids = [int(token_ids[j]), *order[:num_top].tolist()]
@@ -180,7 +186,7 @@ def test_logprobs_equal_float64_and_list_the_lowest_of_equals_first(vocab_size):
 
 def test_logprobs_of_excluded_tokens_are_minus_infinity_and_nan_rows_give_nan():
     logits = torch.tensor([[1.0, -math.inf, 2.0], [1.0, math.nan, 2.0]])
-    record = CpuSampling().gather_logprobs(logits, torch.tensor([0, 1]), torch.tensor([1, 0]), 3)
+    record = logprobs(logits, torch.tensor([0, 1]), torch.tensor([1, 0]), 3)
     assert record.token_ids[0] == [1, 2, 0, 1]
     assert record.logprobs[0][0] == record.logprobs[0][3] == -math.inf
     assert record.ranks[0] == 3
@@ -235,7 +241,7 @@ def everything(logits: torch.Tensor, picked: list[int]) -> list[list]:
     part = LogitsRows(torch.tensor(picked), rows.row[picked], rows.num_known[picked])
     tokens, processed = draw(logits[picked], part, states)
     chosen = torch.tensor(tokens)
-    record = CpuSampling().gather_logprobs(logits[picked], torch.arange(len(picked)), chosen, 7)
+    record = logprobs(logits[picked], torch.arange(len(picked)), chosen, 7)
     return [
         [tokens[j], processed[j].numpy().tobytes(), record.token_ids[j], record.logprobs[j]]
         for j in range(len(picked))

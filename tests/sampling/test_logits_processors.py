@@ -273,10 +273,10 @@ def test_drafts_are_sampled_under_the_processors_and_not_at_all_where_they_fail(
     Scripted.function = staticmethod(lambda output_ids, logits: logits * -1)
     sampler = Sampler(backend=backend)
     rows, states = make_states([(marked(temperature=0.0), [9])])
-    assert sampler.sample_drafts(LOGITS[None], rows, states)[0] == [int(LOGITS.argmin())]
+    assert sampler.sample_drafts(LOGITS[None], rows, states)[0].tolist() == [int(LOGITS.argmin())]
     Scripted.function = staticmethod(lambda output_ids, logits: None)
     rows, states = make_states([(marked(), [9])])
-    assert sampler.sample_drafts(LOGITS[None], rows, states)[0] == [NO_TOKEN]
+    assert sampler.sample_drafts(LOGITS[None], rows, states)[0].tolist() == [NO_TOKEN]
 
 
 def test_greedy_requests_do_without_a_processor_that_keeps_the_best_token():

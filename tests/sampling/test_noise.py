@@ -134,3 +134,12 @@ def test_uniforms_are_uniform_and_uncorrelated_along_each_key(axis: str):
     chi_square = ((counts - n / 256) ** 2 / (n / 256)).sum()
     assert abs(chi_square - 255) < 4 * math.sqrt(2 * 255)
     assert abs(np.corrcoef(u[:-1], u[1:])[0, 1]) < 4 / math.sqrt(n)
+
+
+def test_many_rows_have_the_noise_that_each_has_alone():
+    seeds, positions = np.array([[0, 7, 2**63 - 1, -(2**63), -1], [0, 12345, 131071, 1, 3]])
+    ids = torch.arange(50, dtype=torch.int32)
+    first, second = torch.from_numpy(noise.keys_of_rows(seeds, positions))[:, :, None].unbind()
+    together = noise.bits_of_keys(first, second, ids)
+    for row, seed, position in zip(together, seeds.tolist(), positions.tolist()):
+        assert torch.equal(row, random_bits(seed, position, ids))

@@ -9,7 +9,7 @@ import torch
 
 from nano.model_input.input_batch import LogitsRows
 from nano.sampling.backend import SamplingBackend
-from nano.sampling.sampler import Sampler
+from nano.sampling.sampler import RowSamples, Sampler
 from nano.sampling.torch_backend import TorchSampling
 from nano.sampling_params import SamplingParams
 from tests.sampling.rows import make_rows
@@ -163,6 +163,25 @@ def test_a_row_samples_the_same_token_alone_and_in_any_batch(backend):
     together = Sampler(backend=backend).sample_rows(logits[torch.from_numpy(order)], rows, states)
     assert together.token_ids == [alone[i].token_ids[0] for i in order]
     assert together.logprobs == [alone[i].logprobs[0] for i in order]
+
+
+def test_whatever_is_asked_of_a_row_reaches_no_other(backend):
+    requests = [
+        (SamplingParams(seed=i, logprobs=-1, **setting), PROMPT, OUTPUT[: 1 + i % 4])
+        for i, setting in enumerate([{}, *SINGLES, {"temperature": 0.0}, *SINGLES, {}])
+    ]
+    logits = torch.randn(len(requests), V, generator=torch.Generator().manual_seed(5))
+    found = []
+    for picked in ([[i] for i in range(len(requests))], [list(range(len(requests)))]):
+        samples = RowSamples()
+        for part in picked:
+            rows, states = make_rows(
+                [requests[i] for i in part], eos_token_ids=(EOS,), bad_words=((5, 9), (4, 7))
+            )
+            sampler = Sampler("processed_logprobs", backend)
+            samples.extend(sampler.sample_rows(logits[part], rows, states))
+        found.append(samples)
+    assert found[0] == found[1]
 
 
 def test_noise_of_few_survivors_is_the_noise_of_all(monkeypatch):

@@ -90,21 +90,24 @@ def make_step(num_rounds: int = 3):
 def test_every_kind_of_row_draws_the_token_that_torch_draws():
     logits, rows, states = make_step()
     ours, theirs = torch.full_like(logits, 77.0), torch.full_like(logits, 77.0)
-    tokens = TritonSampling().draw(logits, rows, states, ours)
-    assert tokens == TorchSampling().draw(logits, rows, states, theirs)
+    tokens = TritonSampling().draw(logits, rows, states, ours).tolist()
+    assert tokens == TorchSampling().draw(logits, rows, states, theirs).tolist()
     assert torch.equal(ours, theirs)
-    assert tokens == TritonSampling().draw(logits, rows, states, None)
+    assert tokens == TritonSampling().draw(logits, rows, states, None).tolist()
     assert len(set(tokens)) > 10
     assert tokens[0] == 3  # greedy: of equals the lowest
 
 
 def test_a_row_draws_the_same_token_alone_and_in_chunks_of_any_size(monkeypatch):
     logits, rows, states = make_step(2)
-    wanted = TritonSampling().draw(logits, rows, states, None)
+    wanted = TritonSampling().draw(logits, rows, states, None).tolist()
     monkeypatch.setattr(triton_backend, "CHUNK", 512)
     for i in range(len(wanted)):
         part = rows.chunk(i, i + 1)
-        assert TritonSampling().draw(logits[i : i + 1], part, states, None) == wanted[i : i + 1]
+        assert (
+            TritonSampling().draw(logits[i : i + 1], part, states, None).tolist()
+            == wanted[i : i + 1]
+        )
 
 
 def test_rows_without_a_finite_best_logit_give_no_token():
@@ -113,14 +116,15 @@ def test_rows_without_a_finite_best_logit_give_no_token():
     logits[1, 3] = float("nan")
     logits[2] = -torch.inf
     logits[3, 5] = torch.inf
-    tokens = TritonSampling().draw(logits, rows, states, None)
+    tokens = TritonSampling().draw(logits, rows, states, None).tolist()
     assert tokens[:4] == [NO_TOKEN] * 4
-    assert tokens == TorchSampling().draw(logits, rows, states, None)
+    assert tokens == TorchSampling().draw(logits, rows, states, None).tolist()
 
 
 def test_rows_may_be_part_of_wider_ones():
     logits, rows, states = make_step(1)
     wide = torch.cat([logits, torch.full((len(logits), 9), 99.0)], 1)
-    assert TritonSampling().draw(wide[:, :VOCABULARY], rows, states, None) == TritonSampling().draw(
-        logits, rows, states, None
+    assert (
+        TritonSampling().draw(wide[:, :VOCABULARY], rows, states, None).tolist()
+        == TritonSampling().draw(logits, rows, states, None).tolist()
     )
