@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from nano.sampling_params import SamplingParams
 
-DRAFT_ON_DEVICE = -1  # in a plan's drafts: one that the worker made after the step before
+DRAFT_ON_DEVICE = -1  # in place of a draft: one that the worker has made, and knows
 
 
 @dataclass(slots=True)
@@ -89,10 +89,13 @@ class StepOutput:
 
     request_ids: list[str]
     token_ids: list[list[int]]  # accepted drafts and one more; [] while known tokens remain
-    draft_token_ids: list[list[int]]  # proposed for the next step
+    # Proposed for the next step; all DRAFT_ON_DEVICE if the worker keeps them to itself.
+    draft_token_ids: list[list[int]]
     draft_sources: list[str]  # the proposer of those, "" if there are none
     # What stood for DRAFT_ON_DEVICE, by request.
     verified_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    # The first draft of each request that had some, but none of them in the plan.
+    unverified_token_ids: dict[str, int] = field(default_factory=dict)
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)  # of token_ids
     # Prompt tokens num_computed + 1 ... of this step's chunk, for requests that asked.
     prompt_logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)

@@ -86,21 +86,22 @@ class MemoryMeter:
 
     @contextmanager
     def growth(self, use: str) -> Iterator[None]:
-        """`use` takes what is gone at the end of the block and was free at its beginning."""
+        """`use` grows by what is gone at the end of the block and was free at its beginning."""
         before = self._memory.free()
         yield
-        self._sizes[use] = max(before - self._memory.free(), 0)
+        self._sizes[use] = self._sizes.get(use, 0) + max(before - self._memory.free(), 0)
 
     @contextmanager
     def peak(self, use: str, apart_from: int = 0) -> Iterator[None]:
-        """`use` takes the most that was allocated at once inside the block.
+        """`use` is the most that was allocated at once inside this block or an earlier one.
 
         `apart_from` bytes of it are the measurement's own: the KV cache of a made-up step.
         """
         self._memory.reset_peak()
         before = self._memory.allocated()
         yield
-        self._sizes[use] = max(self._memory.peak() - before - apart_from, 0)
+        taken = self._memory.peak() - before - apart_from
+        self._sizes[use] = max(self._sizes.get(use, 0), taken)
 
     def budget(self, fraction: float) -> MemoryBudget:
         return MemoryBudget(self._memory.total(), MemoryUse(**self._sizes), fraction)

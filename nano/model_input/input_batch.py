@@ -4,6 +4,7 @@ T tokens of R requests; L logits rows, `num_drafts + 1` for every request. A req
 goes on discards its row: a few wasted lm_head rows buy one code path.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from nano.attention.backend import AttentionMetadata
 from nano.device import Device
+from nano.model_input.device_drafts import DeviceDrafts, DraftTable, fed
 from nano.model_input.request_states import RequestStates
 from nano.step import StepPlan
 
@@ -59,6 +61,9 @@ class InputBatch:
         return len(self.request_ids)
 
 
+_NO_DRAFTS: Mapping[str, DeviceDrafts] = {}
+
+
 class InputBatchBuilder:
     """Builds the step's InputBatch with numpy, into buffers allocated once."""
 
@@ -74,7 +79,11 @@ class InputBatchBuilder:
         self._block_table = np.empty(states.block_table.shape, np.int32)
         self._arange = np.arange(max_num_tokens, dtype=np.int64)
 
-    def build(self, plan: StepPlan) -> InputBatch:
+    def build(self, plan: StepPlan, unread: Mapping[str, DeviceDrafts] = _NO_DRAFTS) -> InputBatch:
+        """The inputs of a plan that `states` have applied.
+
+        unread: by request, the drafts for which the plan has DRAFT_ON_DEVICE, as many.
+        """
         states = self.states
         order = sorted(plan.num_scheduled_tokens.items(), key=lambda item: item[1])
         request_ids = [request_id for request_id, _ in order]
@@ -86,6 +95,8 @@ class InputBatchBuilder:
         num_computed = states.num_computed_tokens[rows]
         tokens = self.gather(rows, num_computed, num_scheduled)
         query_start, seq_lens = tokens.attention.query_start_loc, tokens.attention.seq_lens
+        if unread:
+            self._put_unread(tokens.input_ids, request_ids, query_start[1:], unread)
         num_rows = num_drafts + 1
         logits_start = _starts(num_rows)
         return InputBatch(
@@ -105,12 +116,17 @@ class InputBatchBuilder:
         )
 
     def gather(
-        self, rows: np.ndarray, num_computed: np.ndarray, num_scheduled: np.ndarray
+        self,
+        rows: np.ndarray,
+        num_computed: np.ndarray,
+        num_scheduled: np.ndarray,
+        input_ids: Tensor | None = None,
     ) -> StepTokens:
         """`num_scheduled[i]` tokens of `rows[i]` from position `num_computed[i]` on.
 
-        rows: [R] int64; the others [R] int32, `num_scheduled` rising and at least 1. Whatever the
-        row holds at those positions is taken, drafts and guesses included.
+        rows: [R] int64; the others [R] int32, `num_scheduled` rising and at least 1. input_ids:
+        [T] int32 device, the tokens themselves; None: whatever the rows hold at those positions,
+        drafts included.
         """
         states = self.states
         num_requests = len(rows)
@@ -127,8 +143,11 @@ class InputBatchBuilder:
             (query_start[:-1] - num_computed).repeat(num_scheduled),
             out=positions,
         )
-        input_ids = self._input_ids[:num_tokens]
-        input_ids[:] = states.token_ids[token_rows, positions]
+        to_device = self.device.to_device
+        if input_ids is None:
+            known = self._input_ids[:num_tokens]
+            known[:] = states.token_ids[token_rows, positions]
+            input_ids = to_device(known)
         slots = self._slots[:num_tokens]
         block_index, offset = np.divmod(positions, self.block_size)
         np.multiply(states.block_table[token_rows, block_index], self.block_size, out=slots)
@@ -139,9 +158,8 @@ class InputBatchBuilder:
         block_table = self._block_table[:num_requests, :max_blocks]
         block_table[:] = states.block_table[rows, :max_blocks]
 
-        to_device = self.device.to_device
         return StepTokens(
-            input_ids=to_device(input_ids),
+            input_ids=input_ids,
             positions=to_device(positions),
             attention=AttentionMetadata(
                 num_requests=num_requests,
@@ -155,6 +173,27 @@ class InputBatchBuilder:
                 slot_mapping=to_device(slots),
             ),
         )
+
+    def _put_unread(
+        self,
+        input_ids: Tensor,
+        request_ids: list[str],
+        query_ends: np.ndarray,
+        unread: Mapping[str, DeviceDrafts],
+    ) -> None:
+        """Write drafts where `input_ids` [T] has placeholders: one copy for each table."""
+        places: dict[DraftTable, list[np.ndarray]] = {}
+        for request_id, end in zip(request_ids, query_ends.tolist()):
+            drafts = unread.get(request_id)
+            if drafts is not None:
+                width = drafts.table.token_ids.shape[1]
+                place = np.empty((2, len(drafts)), np.int64)  # in input_ids, in the table
+                place[0] = np.arange(end - len(drafts), end)
+                place[1] = np.arange(len(drafts)) + drafts.index * width
+                places.setdefault(drafts.table, []).append(place)
+        for table, of_requests in places.items():
+            into, source = self.device.to_device(np.concatenate(of_requests, axis=1))
+            input_ids.index_copy_(0, into, fed(table.token_ids.view(-1)[source]))
 
     def _rows(
         self,

@@ -2,8 +2,8 @@
 
 Owner of all per-request state below the scheduler. A row is taken at admission and kept until the
 request finishes or is preempted; rows never move, so nothing can be copied wrongly between
-requests. Only `apply` (the plan's news) and `commit` (the step's result) write; proposers use the
-space behind the known tokens while they guess (`put_draft`, `keep_draft_probs`).
+requests. Only `apply` (the plan's news) and `commit` (the step's result) write. The space behind
+the known tokens is for drafts, also those that are known later than the plan (`put_drafts`).
 
     token_ids row:  [ prompt ........ | accepted output .. | drafts of this step | unused ]
                                        ^ num_prompt_tokens  ^ num_tokens
@@ -52,6 +52,15 @@ class RowParams:
             or self.custom_edits
         )
 
+    @property
+    def reads_output(self) -> bool:
+        """Whether these edits, or penalties, look at the tokens before, drafts among them."""
+        return bool(
+            self.sampling_params.needs_token_counts
+            or self.custom_edits
+            or any(len(word) > 1 for word in self.bad_words_token_ids)
+        )
+
 
 class RequestStates:
     """Struct of arrays, host side. `R_max` rows of at most `max_model_len` tokens."""
@@ -82,6 +91,7 @@ class RequestStates:
         self.num_logprobs = np.full(max_num_requests, NO_LOGPROBS, np.int32)  # -1: all of them
         self.wants_prompt_logprobs = np.zeros(max_num_requests, np.bool_)
         self.edits_tokens = np.zeros(max_num_requests, np.bool_)
+        self.reads_output = np.zeros(max_num_requests, np.bool_)
         self.is_penalised = np.zeros(max_num_requests, np.bool_)
         self.penalties = np.zeros((max_num_requests, 3))  # repetition, frequency, presence
         self.num_verifications = np.zeros(max_num_requests, np.int64)  # steps that sampled
@@ -109,9 +119,7 @@ class RequestStates:
             assert known <= num_computed, f"{request_id}: computed {known}, planned {num_computed}"
             self.num_computed_tokens[row] = num_computed
         for request_id, draft_ids in plan.draft_token_ids.items():
-            row = self.row_of[request_id]
-            start = self.num_tokens[row]
-            self.token_ids[row, start : start + len(draft_ids)] = draft_ids
+            self.put_drafts(self.row_of[request_id], draft_ids)
 
     def _admit(self, new: NewRequest) -> None:
         row = self._free_rows.pop()
@@ -135,6 +143,7 @@ class RequestStates:
         self.num_logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         self.wants_prompt_logprobs[row] = params.prompt_logprobs is not None
         self.edits_tokens[row] = rest.edits_tokens
+        self.reads_output[row] = rest.reads_output
         self.is_penalised[row] = params.needs_token_counts
         self.penalties[row] = (
             params.repetition_penalty,
@@ -167,9 +176,10 @@ class RequestStates:
         num_slots = min(int(self.num_blocks[row]) * self.block_size, self.max_model_len)
         return max(0, num_slots - int(self.num_tokens[row]) + 1)
 
-    def put_draft(self, row: int, index: int, token_id: int) -> None:
-        """A guess while others are made: whoever samples behind it sees it as known."""
-        self.token_ids[row, self.num_tokens[row] + index] = token_id
+    def put_drafts(self, row: int, token_ids: list[int], first: int = 0) -> None:
+        """Drafts `first` and on: whoever samples behind them sees them as known."""
+        start = self.num_tokens[row] + first
+        self.token_ids[row, start : start + len(token_ids)] = token_ids
 
     def keep_draft_probs(self, row: int, probs: Tensor) -> None:
         """Until the drafts are verified: [k, V] float32, see `draft_probs`."""

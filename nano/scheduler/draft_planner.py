@@ -59,8 +59,6 @@ class DraftPlanner:
             if request.in_flight:  # what comes of it is not known yet
                 request.in_flight[-1].num_asked = num_kept
                 continue
-            if num_kept == 0:  # what they say of the next token will still be compared with it
-                request.unverified_draft = request.draft_token_ids[0]
             del request.draft_token_ids[num_kept:]
 
     def ask(self, plan: StepPlan, requests: Iterable[Request], load: StepLoad) -> None:
@@ -108,11 +106,13 @@ class DraftPlanner:
         drafts: list[int],
         token_ids: list[int],
         num_kept: int,
+        unverified: int | None = None,
     ) -> DraftRecord | None:
         """Count what a step made of a request's `drafts`; the record of it, if it is traced.
 
-        `token_ids` are accepted drafts and one more, of which the request keeps `num_kept`. To be
-        called before new drafts are noted.
+        `token_ids` are accepted drafts and one more, of which the request keeps `num_kept`.
+        `unverified`: the first of drafts that were not worth the step. To be called before new
+        drafts are noted.
         """
         num_accepted = len(token_ids) - 1
         source = request.draft_source
@@ -120,10 +120,9 @@ class DraftPlanner:
             stats.count(source, len(drafts), num_accepted, num_kept)
         if drafts:
             self.policy.observe(request.request_id, source, len(drafts), num_accepted)
-        elif request.unverified_draft is not None:
-            is_right = request.unverified_draft == token_ids[0]
+        elif unverified is not None:
+            is_right = unverified == token_ids[0]
             self.policy.observe_unverified(request.request_id, source, int(is_right), 1)
-        request.unverified_draft = None
         if not request.traces_drafts:
             return None
         return DraftRecord(step, source if drafts else "", drafts, token_ids)

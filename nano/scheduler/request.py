@@ -27,7 +27,6 @@ class InFlight:
     drafts were accepted, and how many were proposed then, only the worker knows.
     """
 
-    step: int
     num_tokens: int
     num_drafts: int  # of these
     samples: bool  # the step reaches the end of the known tokens
@@ -80,7 +79,6 @@ class Request:
         "stop_token_id",
         "token_ids",
         "traces_drafts",
-        "unverified_draft",
     )
 
     def __init__(
@@ -116,7 +114,6 @@ class Request:
         self.num_computed_tokens = 0  # KV is valid for token_ids[:num_computed_tokens]
         self.draft_token_ids: list[int] = []  # guesses for the next step
         self.draft_source = ""  # whose they are
-        self.unverified_draft: int | None = None  # the first of those that were not worth a step
         self.in_flight: list[InFlight] = []  # its parts of steps without output, oldest first
         self.num_verifications = 0  # steps in which it sampled
         self.num_read: dict[str, int] = {}  # tokens that models with KV of their own were shown

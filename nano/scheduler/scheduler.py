@@ -89,7 +89,8 @@ class Scheduler:
         self.waiting = make_request_queue(policy)
         self.running: list[Request] = []  # whoever comes first is served first
         self._scheduled: dict[str, tuple[Request, InFlight]] = {}  # in the plan being made
-        self._in_flight: deque[dict[str, tuple[Request, InFlight]]] = deque()  # by plan
+        # (step, whose it is), by plan
+        self._in_flight: deque[tuple[int, dict[str, tuple[Request, InFlight]]]] = deque()
         self._rows_to_forget: list[str] = []
         self._preempted_rows: list[str] = []
         self._step = 0
@@ -190,7 +191,7 @@ class Scheduler:
                 part.draft_source = asks[0].proposer
         for request, part in scheduled.values():
             request.in_flight.append(part)
-        self._in_flight.append(scheduled)
+        self._in_flight.append((plan.step, scheduled))
 
     def _known_load(self, plan: StepPlan | None = None) -> StepLoad:
         """What the next step has to do, as far as can be told: after `plan`, if any."""
@@ -215,9 +216,13 @@ class Scheduler:
             # One token of the budget is kept for each request behind, so that no stream stalls
             # while a long prompt, or many drafts, run ahead of it.
             share = max(1, budget - (len(self.running) - num_served))
-            shared_ids = self._extend_prefix(request)
             num_computed = request.num_planned_computed_tokens
-            num_tokens = self.budget.num_tokens_of(request, num_computed, share)
+            num_known = request.num_planned_tokens
+            shared_ids: list[int] = []
+            if num_known - num_computed > 1:  # one is to be computed anyway
+                shared_ids = self._extend_prefix(request)
+                num_computed += len(shared_ids) * self.kv_cache.block_size
+            num_tokens = self.budget.num_tokens_of(request, num_computed, num_known, share)
             if not num_tokens:
                 continue  # the step in flight may be its last
             block_ids = self.kv_cache.allocate(request, num_tokens)
@@ -230,14 +235,12 @@ class Scheduler:
                     break  # it was the last, and gave way itself
             if shared_ids or block_ids:
                 plan.new_block_ids[request.request_id] = shared_ids + block_ids
-            budget -= min(share, self.budget.cost(request, num_computed, num_tokens))
-            self._put_in_plan(plan, request, num_tokens)
+            budget -= min(share, self.budget.cost(num_computed, num_known, num_tokens))
+            self._put_in_plan(plan, request, num_computed, num_known, num_tokens)
         return budget
 
     def _extend_prefix(self, request: Request) -> list[int]:
-        """Read on in the prefix cache, if there is more than one token to compute anyway."""
-        if request.num_planned_tokens - request.num_planned_computed_tokens <= 1:
-            return []
+        """Read on in the prefix cache."""
         block_ids = self.kv_cache.extend_prefix(request)
         self._count_hit(request, len(block_ids) * self.kv_cache.block_size)
         return block_ids
@@ -247,7 +250,8 @@ class Scheduler:
         while self.waiting and budget and len(self.running) < self.max_num_requests:
             request = self.waiting.peek()
             hit = self.kv_cache.match_prefix(request)
-            num_tokens = self.budget.num_tokens_of(request, hit.num_tokens, budget)
+            num_computed, num_known = hit.num_tokens, request.num_tokens
+            num_tokens = self.budget.num_tokens_of(request, num_computed, num_known, budget)
             block_ids = self.kv_cache.allocate(request, num_tokens, hit)
             if block_ids is None:
                 break
@@ -268,14 +272,16 @@ class Scheduler:
                     num_verifications=request.num_verifications,
                 )
             )
-            budget -= min(budget, self.budget.cost(request, hit.num_tokens, num_tokens))
-            self._put_in_plan(plan, request, num_tokens)
+            budget -= min(budget, self.budget.cost(num_computed, num_known, num_tokens))
+            self._put_in_plan(plan, request, num_computed, num_known, num_tokens)
 
-    def _put_in_plan(self, plan: StepPlan, request: Request, num_tokens: int) -> None:
+    def _put_in_plan(
+        self, plan: StepPlan, request: Request, num_computed: int, num_known: int, num_tokens: int
+    ) -> None:
+        """The next `num_tokens` of a request that has so many known and computed by then."""
         request_id, in_flight = request.request_id, request.in_flight
-        num_computed, num_known = request.num_planned_computed_tokens, request.num_planned_tokens
         plan.num_scheduled_tokens[request_id] = num_tokens
-        if not any(part.num_drafts for part in in_flight):  # else the worker knows
+        if not in_flight or not any(part.num_drafts for part in in_flight):  # else the worker knows
             plan.num_computed_tokens[request_id] = num_computed
         num_after = num_computed + num_tokens
         num_drafts = max(0, num_after - num_known)
@@ -284,9 +290,7 @@ class Scheduler:
             plan.draft_token_ids[request_id] = drafts[:num_drafts]
         # Blocks that this step fills can be hit from here on, in this very step.
         self.kv_cache.cache_blocks(request, min(num_after, len(request.token_ids)))
-        part = InFlight(
-            plan.step, num_tokens, num_drafts, num_after >= num_known, request.num_preemptions
-        )
+        part = InFlight(num_tokens, num_drafts, num_after >= num_known, request.num_preemptions)
         self._scheduled[request_id] = request, part
 
     def _allocate_by_preemption(self, request: Request, num_tokens: int) -> list[int] | None:
@@ -307,7 +311,7 @@ class Scheduler:
         self._preempted_rows.append(request.request_id)
         request.status = RequestStatus.WAITING
         request.num_computed_tokens = 0
-        request.draft_token_ids, request.unverified_draft = [], None
+        request.draft_token_ids = []
         request.num_preemptions += 1
         self._num_preemptions += 1
         self.waiting.put_back(request)
@@ -333,8 +337,7 @@ class Scheduler:
         """Apply the output of `plan`, the oldest without; news of the requests that have any, in
         the plan's order.
         """
-        in_flight = self._in_flight[0]
-        [oldest] = {part.step for _, part in in_flight.values()}
+        oldest, in_flight = self._in_flight[0]
         assert plan.step == oldest, f"plan {plan.step} is not the oldest, {oldest}"
         assert len(output.request_ids) == len(in_flight), "not every request was answered"
         self._in_flight.popleft()
@@ -358,7 +361,10 @@ class Scheduler:
                 num_kept = request.append(token_ids)
                 draft = None
                 if token_ids:
-                    draft = self.drafts.take(request, plan.step, verified, token_ids, num_kept)
+                    unverified = output.unverified_token_ids.get(request_id)
+                    draft = self.drafts.take(
+                        request, plan.step, verified, token_ids, num_kept, unverified
+                    )
                 self._note_drafts(request, draft_token_ids, source)
                 num_valid = min(request.num_computed_tokens, len(request.token_ids))
                 self.kv_cache.cache_blocks(request, num_valid)
@@ -405,8 +411,6 @@ class Scheduler:
         request.draft_source = source
         if not request.in_flight:
             request.draft_token_ids = token_ids
-        elif token_ids and not request.in_flight[0].num_drafts:
-            request.unverified_draft = token_ids[0]
 
     def _fail(self, request: Request, error: str) -> TokenOutput:
         self.kv_cache.forget(request)  # nobody may read what it wrote, nor what it read

@@ -21,37 +21,38 @@ class TokenBudget:
         self.costly_context = costly_context
         self._block_size = block_size
 
-    def num_tokens_of(self, request: Request, num_computed: int, left: int) -> int:
-        """How many of its tokens, known ones first and then drafts, fit into what is `left`.
+    def num_tokens_of(self, request: Request, num_computed: int, num_known: int, left: int) -> int:
+        """How many tokens of a request, which has `num_known` by then and computed so many of them,
+        fit into what is `left`: known ones first and then drafts.
 
         The last token that a request may have is never computed, which leaves no room for drafts
         that could not be accepted. 0 if the step in flight may have given it that token.
         """
-        num_known = request.num_planned_tokens - num_computed
-        if num_known > 1 and self.costly_context is not None:
+        num_pending = num_known - num_computed
+        if num_pending > 1 and self.costly_context is not None:
             # The largest n whose cost is within the budget, but at least one token.
             weight = self.costly_context + num_computed
             root = math.isqrt(weight**2 + 2 * left * self.costly_context)
             left = max(1, min(left, root - weight))
-        if num_known > 1 and self.chunk_cap < self.num_tokens:
-            left = self._end_at_block(num_computed, num_known, min(self.chunk_cap, left))
+        if num_pending > 1 and self.chunk_cap < self.num_tokens:
+            left = self._end_at_block(num_computed, num_pending, min(self.chunk_cap, left))
         room = request.max_num_tokens - 1 - num_computed
-        return max(0, min(num_known + request.num_planned_drafts, room, left))
+        return max(0, min(num_pending + request.num_planned_drafts, room, left))
 
-    def cost(self, request: Request, num_computed: int, num_tokens: int) -> int:
+    def cost(self, num_computed: int, num_known: int, num_tokens: int) -> int:
         """What `num_tokens` from position `num_computed` on take of the budget, in tokens.
 
         A decode token counts as one at any context: it is not the budget's to make it cheaper.
         """
-        if self.costly_context is None or request.num_planned_tokens - num_computed <= 1:
+        if self.costly_context is None or num_known - num_computed <= 1:
             return num_tokens
         mean_context = num_computed + num_tokens / 2
         return math.ceil(num_tokens * (1 + mean_context / self.costly_context))
 
-    def _end_at_block(self, num_computed: int, num_known: int, chunk: int) -> int:
+    def _end_at_block(self, num_computed: int, num_pending: int, chunk: int) -> int:
         """`chunk`, shortened to end at a block's end if the prompt goes on behind it.
 
         Only there can others share the chunk whole, and this request read on in the cache.
         """
         past_block = (num_computed + chunk) % self._block_size
-        return chunk - past_block if past_block < chunk < num_known else chunk
+        return chunk - past_block if past_block < chunk < num_pending else chunk

@@ -11,11 +11,12 @@ A hole costs the time to fill it, or drafts that are not made; never correctness
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from nano.kv_spec import LayerKVSpec
+from nano.model_input.device_drafts import DeviceDrafts
 from nano.model_input.request_states import RequestStates
 from nano.spec.draft_passes import RowWork, draft_ahead
 from nano.spec.drafting_model import DraftingModel
@@ -28,7 +29,7 @@ _NUM_NEW = 2  # tokens that a step leaves to read: its own and, if all were righ
 @dataclass(slots=True)
 class _Ingested:
     num_tokens: int = 0  # leading known tokens with draft KV
-    guesses: list[int] = field(default_factory=list)  # fed behind them: right ones are kept
+    guesses: DeviceDrafts | None = None  # fed behind them, but for the last: right ones are kept
 
 
 class DraftModel(ModelProposer):
@@ -37,6 +38,8 @@ class DraftModel(ModelProposer):
     Past the model's own context length a request gets no drafts; others are not touched by that.
     Rows that lack more tokens than one pass takes catch up over several steps.
     """
+
+    query_lens = (1, _NUM_NEW)  # behind a step whose drafts were all right, every row reads two
 
     def __init__(self, layers: list[LayerKVSpec], num_lookahead_tokens: int, block_size: int):
         self.num_lookahead_tokens = num_lookahead_tokens
@@ -71,7 +74,7 @@ class DraftModel(ModelProposer):
         while index < num_hits and self._is_valid[blocks[index]]:
             index += 1
             ingested.num_tokens = index * self._block_size
-            ingested.guesses = []
+            ingested.guesses = None
 
     def propose(
         self, states: RequestStates, rows: Sequence[int], num_tokens: Sequence[int]
@@ -96,27 +99,27 @@ class DraftModel(ModelProposer):
             place.append(i)
         found = draft_ahead(drafting, states, work)
         drafts = ModelDrafts(
-            [[] for _ in rows],
+            [None] * len(rows),
             [None] * len(rows),
             found.num_passes,
             found.num_pass_tokens,
             num_caught_up,
         )
-        for i, done, token_ids, probs in zip(place, work, found.token_ids, found.probs):
-            drafts.token_ids[i], drafts.probs[i] = token_ids, probs
+        for i, done, made, probs in zip(place, work, found.made, found.probs):
+            drafts.made[i], drafts.probs[i] = made, probs
             self._extend(states, done.row, done.stop)
-            self._rows[done.row].guesses = token_ids[:-1]
+            self._rows[done.row].guesses = made
         return drafts
 
     def _settle(self, states: RequestStates, row: int, num_known: int) -> int:
         """Tokens whose draft KV is there, at most all but the newest: accepted guesses have it."""
         ingested = self._rows[row]
         stop = ingested.num_tokens
-        for token_id in ingested.guesses:
+        for token_id in ingested.guesses.read()[:-1] if ingested.guesses is not None else ():
             if stop >= num_known - 1 or states.token_ids[row, stop] != token_id:
                 break
             stop += 1
-        ingested.guesses = []
+        ingested.guesses = None
         self._extend(states, row, min(stop, num_known - 1))
         return ingested.num_tokens
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from nano.attention.op import ForwardContext, forward_context
 from nano.compile.artifact import ForwardFn
+from nano.device import Transfers
 from nano.model_input.input_batch import InputBatchBuilder
 from nano.models.decoder import Decoder
 from nano.sampling.sampler import Sampler
@@ -24,12 +25,22 @@ class DraftingModel:
     max_model_len: int
     max_num_tokens: int  # of one pass
 
-    def run(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> Tensor:
+    @property
+    def device(self) -> Transfers:
+        return self.builder.device
+
+    def run(
+        self,
+        rows: np.ndarray,
+        starts: np.ndarray,
+        counts: np.ndarray,
+        input_ids: Tensor | None = None,
+    ) -> Tensor:
         """One pass: hidden states [T, hidden] of `counts[i]` tokens of `rows[i]` from `starts[i]`.
 
         As `InputBatchBuilder.gather` takes them. Writes their KV.
         """
-        tokens = self.builder.gather(rows, starts, counts)
+        tokens = self.builder.gather(rows, starts, counts, input_ids)
         self.context.backend.plan(tokens.attention)
         with forward_context(self.context):
             return self.forward(tokens.input_ids, tokens.positions)

@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from nano.kv_spec import LayerKVSpec
+from nano.model_input.device_drafts import DeviceDrafts
 from nano.model_input.request_states import RequestStates
 from nano.spec.drafting_model import DraftingModel
 from nano.step import NewRequest, StepPlan
@@ -55,8 +56,8 @@ class TextProposer(ABC):
 class ModelDrafts:
     """Guesses of a model for some rows, in their order."""
 
-    token_ids: list[list[int]]  # [] where it could not guess
-    # What each was drawn from, [k, V] float32 probabilities; None under the match rule.
+    made: list[DeviceDrafts | None]  # None where it could not guess
+    # What each draft was drawn from, [k, V] float32 probabilities; None under the match rule.
     probs: list[Tensor | None]
     num_passes: int  # of the model
     num_pass_tokens: int  # that these passes computed
@@ -68,6 +69,7 @@ class ModelProposer(ABC):
 
     num_lookahead_tokens: int = 0  # KV slots written past the target's last known token
     hidden_layers: tuple[int, ...] = ()  # target layers whose hidden states it reads
+    query_lens: tuple[int, ...] = (1,)  # tokens per row of the passes that are worth a full graph
 
     @abstractmethod
     def kv_layers(self) -> list[LayerKVSpec]:

@@ -8,6 +8,7 @@ import numpy as np
 
 from nano.kv_spec import LayerKVSpec
 from nano.model_input.input_batch import InputBatch
+from nano.model_input.own_drafts import DraftIds
 from nano.model_input.request_states import RequestStates
 from nano.spec.proposer import ModelProposer, TextProposer
 from nano.step import StepPlan
@@ -17,9 +18,9 @@ from nano.step import StepPlan
 class Drafts:
     """Guesses for the next step, per request in batch order, and what they took."""
 
-    token_ids: list[list[int]]  # [] for none
+    made: list[DraftIds]  # [] for none
     sources: list[str]  # the proposer of each, "" for none
-    seconds: float = 0.0  # of the proposers that run a model
+    seconds: float = 0.0  # of the proposers that run a model, to queue what it computes
     num_passes: int = 0
     num_pass_tokens: int = 0
     num_caught_up_tokens: int = 0
@@ -119,7 +120,7 @@ class Proposers:
                 text = self._text[asked.proposer]
                 token_ids = text.propose(request_id, known, asked.num_tokens)
                 if token_ids:
-                    drafts.token_ids[i], drafts.sources[i] = token_ids, asked.proposer
+                    drafts.made[i], drafts.sources[i] = token_ids, asked.proposer
                     break
         started = time.perf_counter()
         for name, group in groups.items():
@@ -128,9 +129,9 @@ class Proposers:
             drafts.num_passes += found.num_passes
             drafts.num_pass_tokens += found.num_pass_tokens
             drafts.num_caught_up_tokens += found.num_caught_up_tokens
-            for i, row, token_ids, probs in zip(group.place, rows, found.token_ids, found.probs):
-                if token_ids:
-                    drafts.token_ids[i], drafts.sources[i] = token_ids, name
+            for i, row, made, probs in zip(group.place, rows, found.made, found.probs):
+                if made is not None:
+                    drafts.made[i], drafts.sources[i] = made, name
                 if probs is not None:
                     states.keep_draft_probs(row, probs)
         drafts.seconds = time.perf_counter() - started if groups else 0.0

@@ -3,10 +3,13 @@
 import dataclasses
 from pathlib import Path
 
+import torch
+
 from nano.attention.op import ForwardContext
 from nano.checkpoint.hf_config import load_decoder_config
 from nano.checkpoint.locate import locate_model
 from nano.config import EngineConfig, ModelOptions
+from nano.device.memory import MemoryMeter
 from nano.errors import ConfigError
 from nano.kv_spec import LayerKVSpec
 from nano.log import get_logger
@@ -21,6 +24,7 @@ from nano.speculation import ProposerInfo
 from nano.worker.loaded_model import LoadedModel
 from nano.worker.model_runner import ModelRunner
 from nano.worker.step_cost import measure_step
+from nano.worker.step_memory import measure_step_memory
 
 logger = get_logger(__name__)
 
@@ -37,6 +41,8 @@ class Speculation:
         self._target = target
         self._needed: dict[str, NeededModel] = {}
         self._models: dict[str, LoadedModel] = {}
+        self.drafting: dict[str, DraftingModel] = {}  # what each was bound to
+        self._max_num_tokens: dict[str, int] = {}  # of one pass of each
         proposers = options.with_prediction().proposers
         for proposer in proposers:
             needed = needed_model(proposer, config.model)
@@ -57,7 +63,7 @@ class Speculation:
             options.synthetic_acceptance_rates,
             options.synthetic_acceptance_length,
         )
-        self.sampler = Sampler(config.model.logprobs_mode, rule=rule)
+        self.sampler = Sampler(config.model.logprobs_mode, rule=rule, transfers=target.device)
         self.infos = tuple(self._info(proposer) for proposer in proposers)
 
     @property
@@ -69,21 +75,57 @@ class Speculation:
         """Tokens of each request in the target's uniform steps: decode, and full verification."""
         return {1} | {info.num_tokens + 1 for info in self.infos}
 
-    def bind(self, runner: ModelRunner, num_blocks: int, token_budget: int) -> None:
-        """Give the models their KV: the target's own, or caches over the same blocks."""
-        block_size = self._target.config.kv_cache.block_size
+    def measure_passes(self, token_budget: int) -> None:
+        """Settle how many tokens a pass of each model may have; `token_budget` is the target's."""
         for name, loaded in self._models.items():
             # To catch up on a prompt, a small model may read more in a step than the target does.
             own = measure_step(loaded.probe, loaded.max_model_len, None).token_budget
-            max_num_tokens = max(token_budget, own)
+            self._max_num_tokens[name] = max(token_budget, own)
+
+    def measure_memory(self, meter: MemoryMeter, max_num_requests: int) -> None:
+        """Add what passes of the models take, their graphs included, to `meter`."""
+        most = {info.name: info.num_tokens for info in self.infos}
+        for name, loaded in self._models.items():
+            measure_step_memory(
+                meter,
+                loaded,
+                self._max_num_tokens[name],
+                max_num_requests,
+                self.proposers.model(name).query_lens,
+            )
+            with meter.peak("activations"):
+                self._hold_probs(loaded, max_num_requests, most[name])
+
+    @torch.inference_mode()
+    def _hold_probs(self, loaded: LoadedModel, num_requests: int, num_drafts: int) -> None:
+        """Take what a loop of passes takes over the vocabulary: a pass has the logits of all
+        requests at once, and a rule keeps what each draft is drawn from."""
+        hidden_size, dtype = loaded.model.config.hidden_size, loaded.config.model.dtype
+        hidden = torch.zeros(
+            num_requests,
+            hidden_size,
+            dtype=getattr(torch, dtype),
+            device=loaded.device.torch_device,
+        )
+        logits = loaded.model.compute_logits(hidden)
+        if self.sampler.rule is not None and self.sampler.rule.needs_probs:
+            probs = torch.softmax(logits, dim=-1)
+            probs.new_empty(num_requests, num_drafts, probs.shape[1])
+
+    def bind(self, runner: ModelRunner, num_blocks: int) -> None:
+        """Give the models their KV: the target's own, or caches over the same blocks."""
+        block_size = self._target.config.kv_cache.block_size
+        for name, loaded in self._models.items():
+            max_num_tokens = self._max_num_tokens[name]
             shares_kv = self._needed[name].shares_kv
             caches = runner.context.kv_caches if shares_kv else loaded.allocate_kv(num_blocks)
             forward, context = loaded.add_graphs(
                 ForwardContext(loaded.new_backend(), caches),
                 max_num_tokens,
                 runner.states.max_num_requests,
+                self.proposers.model(name).query_lens,
             )
-            drafting = DraftingModel(
+            self.drafting[name] = DraftingModel(
                 model=loaded.model,
                 forward=forward,
                 context=context,
@@ -94,7 +136,7 @@ class Speculation:
                 max_model_len=loaded.max_model_len,
                 max_num_tokens=max_num_tokens,
             )
-            self.proposers.model(name).bind(drafting, num_blocks)
+            self.proposers.model(name).bind(self.drafting[name], num_blocks)
 
     def _load(
         self, proposer: ProposerOptions, needed: NeededModel, show_progress: bool

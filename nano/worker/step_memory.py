@@ -1,5 +1,7 @@
 """What a device's memory is spent on beside the KV cache, measured on the loaded models."""
 
+from collections.abc import Iterable
+
 from nano.device.memory import MemoryMeter
 from nano.spec.proposers import Proposers
 from nano.worker.loaded_model import LoadedModel
@@ -12,10 +14,11 @@ def measure_step_memory(
     loaded: LoadedModel,
     token_budget: int,
     max_num_requests: int,
-    query_lens: set[int],
+    query_lens: Iterable[int],
 ) -> None:
     """Add the activations of a worst-case step, and the graphs of all its sizes, to `meter`.
 
+    Of every model that has steps: they take turns, so the largest step counts, but all graphs do.
     The step verifies a full budget of drafts: as many tokens as there may be, each with logits.
     The graphs are captured over a cache of one block and dropped: those that serve are captured
     once the cache has its place.

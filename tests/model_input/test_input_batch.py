@@ -2,12 +2,14 @@
 
 import numpy as np
 import pytest
+import torch
 
-from nano.device import CpuDevice
+from nano.device import CpuDevice, HostTransfers
+from nano.model_input.device_drafts import DeviceDrafts, DraftTable
 from nano.model_input.input_batch import InputBatch, InputBatchBuilder
 from nano.model_input.request_states import NO_LOGPROBS, RequestStates
 from nano.sampling_params import SamplingParams
-from nano.step import NewRequest, StepPlan
+from nano.step import DRAFT_ON_DEVICE, NewRequest, StepPlan
 
 BLOCK_SIZE = 4
 
@@ -73,6 +75,66 @@ def test_a_batch_mixing_chunk_decode_and_drafts_is_gathered_exactly():
     assert batch.logits.indices.tolist() == [0, 1, 2, 3, 8]
     assert batch.logits.num_known.tolist() == [7, 4, 5, 6, 7]
     assert batch.prompt_logits is None
+
+
+def test_unread_drafts_take_the_places_of_their_placeholders():
+    """Of two models, beside drafts that the host knows; the widest row is not verified whole."""
+    harness = Harness()
+    tables = [
+        DraftTable(HostTransfers(), torch.tensor(rows))
+        for rows in ([[91, 92, 93], [81, -1, 83]], [[71, 72]])
+    ]
+    unread = {
+        "a": DeviceDrafts(tables[0], 1, 3),
+        "b": DeviceDrafts(tables[0], 0, 2),
+        "d": DeviceDrafts(tables[1], 0, 1),
+    }
+    placeholders = {r: [DRAFT_ON_DEVICE] * len(drafts) for r, drafts in unread.items()}
+    plan = plan_of(
+        0,
+        {"a": 4, "b": 4, "c": 3, "d": 2, "e": 1},
+        {"a": 3, "b": 2, "c": 3, "d": 3, "e": 2},
+        new_requests=[new(r, [ord(r) - 96] * 4, 4, 2) for r in "abcde"],
+        draft_token_ids=placeholders | {"c": [61, 62]},
+    )
+    harness.states.apply(plan)
+    batch = harness.builder.build(plan, unread)
+    assert batch.request_ids == ["e", "d", "c", "a", "b"]
+    assert batch.input_ids.tolist() == [5, 4, 71, 3, 61, 62, 1, 81, 0, 83, 2, 2, 91, 92]
+    assert batch.input_ids.dtype == torch.int32
+    assert batch.num_drafts.tolist() == [0, 1, 2, 3, 2]
+
+
+def test_a_pass_may_be_given_its_tokens_by_the_device():
+    harness = Harness()
+    plan = plan_of(0, {"a": 4, "b": 4}, {"a": 0, "b": 0})
+    plan.new_requests = [new(r, [1, 2, 3, 4], 4, 0) for r in "ab"]
+    harness.step(plan)
+    rows = np.array([harness.states.row_of[r] for r in "ab"])
+    starts, ones = np.array([4, 5], np.int32), np.ones(2, np.int32)
+    input_ids = torch.tensor([8, 9], dtype=torch.int32)
+    tokens = harness.builder.gather(rows, starts, ones, input_ids)
+    assert tokens.input_ids is input_ids
+    assert tokens.positions.tolist() == [4, 5]
+    assert tokens.attention.slot_mapping.tolist() == [1 * BLOCK_SIZE, 101 * BLOCK_SIZE + 1]
+
+
+@pytest.mark.parametrize(
+    ("params", "bad_words", "looks_back"),
+    [
+        ({"presence_penalty": 0.1}, (), True),
+        ({"repetition_penalty": 1.1}, (), True),
+        ({}, ((1, 2),), True),
+        ({}, ((1,), (2,)), False),
+        ({"logit_bias": {1: 2.0}, "min_tokens": 3, "allowed_token_ids": [1, 2]}, (), False),
+    ],
+)
+def test_edits_look_back_where_they_depend_on_the_tokens_before(params, bad_words, looks_back):
+    harness = Harness()
+    request = new("a", [1, 2], 2, 0, **params)
+    request.bad_words_token_ids = bad_words
+    harness.step(plan_of(0, {"a": 2}, {"a": 0}, new_requests=[request]))
+    assert harness.states.reads_output[harness.states.row_of["a"]] == looks_back
 
 
 def test_prompt_logprob_rows_cover_each_prompt_token_but_the_first_once_over_any_chunks():

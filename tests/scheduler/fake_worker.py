@@ -11,7 +11,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nano.model_input.own_drafts import OwnDrafts
+import torch
+
+from nano.device import HostTransfers
+from nano.model_input.device_drafts import DeviceDrafts, DraftTable
+from nano.model_input.own_drafts import DraftIds, OwnDrafts
 from nano.outputs import FinishReason, TokenOutput
 from nano.scheduler.draft_planner import DraftPlanner
 from nano.scheduler.draft_policy import DraftPolicy
@@ -74,6 +78,7 @@ class FakeWorker:
     num_draft_tokens   most drafts made of those that a plan asks for, each right with probability
     draft_accuracy
     error_rate         chance that a request of a step computes NaN
+    hides_drafts       of half of the drafts made, the core is told no more than how many there are
     """
 
     def __init__(
@@ -83,6 +88,7 @@ class FakeWorker:
         num_draft_tokens: int = 0,
         draft_accuracy: float = 0.6,
         error_rate: float = 0.0,
+        hides_drafts: bool = False,
         seed: int = 0,
     ):
         self.block_size = block_size
@@ -93,18 +99,25 @@ class FakeWorker:
         self.rows: dict[str, Row] = {}
         self.memory: dict[int, int] = {}
         self.num_computed = 0  # tokens, over all steps
-        self.own_drafts = OwnDrafts()
+        self.hides_drafts = hides_drafts
+        self.own_drafts = OwnDrafts(shows_all=not hides_drafts)
         self.failed: set[str] = set()  # in the last step
 
     def execute(self, plan: StepPlan) -> StepOutput:
-        plan, verified = self.own_drafts.fill_in(plan)
+        own = self.own_drafts.fill_in(plan)
+        unverified, plan = self.own_drafts.read(own), own.plan
+        if own.unread:
+            plan.draft_token_ids.update((r, own.verified[r]) for r in own.unread)
         self._apply(plan)
         broken = {r for r in plan.num_scheduled_tokens if self.random.random() < self.error_rate}
         failed, self.failed = self.failed, set()
         for request_id in plan.num_scheduled_tokens:
-            if request_id not in failed:  # a plan ahead has it still; nobody will look at it
+            if request_id in failed:  # a plan ahead has it still, and others may read its slots
+                self._spoil(plan, request_id)
+            else:
                 self._write(plan, request_id, request_id in broken)
-        output = StepOutput([], [], [], [], verified)
+        output = StepOutput([], [], [], [], own.verified, unverified)
+        made: list[DraftIds] = []
         fresh = {new.request_id for new in plan.new_requests} | self.extended
         for request_id in plan.num_scheduled_tokens:
             token_ids, drafts = [], []
@@ -112,15 +125,17 @@ class FakeWorker:
                 known = broken | fresh | failed
                 assert request_id in known, f"{request_id} was given broken KV"
                 self.failed.add(request_id)
+                self.rows[request_id].num_computed_tokens += plan.num_scheduled_tokens[request_id]
                 output.errors[request_id] = "NaN in logits"
             else:
                 token_ids = self._sample(plan, request_id, output)
                 drafts = self._propose(plan, request_id) if token_ids else []
             output.request_ids.append(request_id)
             output.token_ids.append(token_ids)
-            output.draft_token_ids.append(drafts)
+            is_hidden = self.hides_drafts and self.random.random() < 0.5
+            made.append(on_device(drafts) if is_hidden else drafts)
             output.draft_sources.append(JUNK if drafts else "")
-        self.own_drafts.keep(output.request_ids, output.draft_token_ids)
+        output.draft_token_ids = self.own_drafts.keep(output.request_ids, made)
         return output
 
     def _apply(self, plan: StepPlan) -> None:
@@ -160,6 +175,12 @@ class FakeWorker:
         extend(fingerprints, row.token_ids + drafts)
         for position in range(start, stop):
             self.memory[self._slot(row, position)] = NAN if is_broken else fingerprints[position]
+
+    def _spoil(self, plan: StepPlan, request_id: str) -> None:
+        row = self.rows[request_id]
+        start = row.num_computed_tokens
+        for position in range(start, start + plan.num_scheduled_tokens[request_id]):
+            self.memory[self._slot(row, position)] = NAN
 
     def _reads_nan(self, plan: StepPlan, request_id: str) -> bool:
         """Check every slot that the request attends to; True if one holds NaN."""
@@ -208,6 +229,11 @@ class FakeWorker:
             drafts.append(next_token(parent) if is_right else self.random.randrange(VOCAB_SIZE))
             parent = fingerprint(parent, drafts[-1])
         return drafts
+
+
+def on_device(token_ids: list[int]) -> DeviceDrafts:
+    table = torch.tensor([token_ids], dtype=torch.int64)
+    return DeviceDrafts(DraftTable(HostTransfers(), table), 0, len(token_ids))
 
 
 def make_logprobs(token_ids: Sequence[int], position: int) -> TokenLogprobs:

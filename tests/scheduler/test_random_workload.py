@@ -105,6 +105,7 @@ class Traffic:
             workload.block_size,
             num_draft_tokens=workload.num_draft_tokens,
             error_rate=workload.error_rate,
+            hides_drafts=num_ahead > 0,
             seed=seed,
         )
         self.driver = Driver(self.scheduler, worker, num_ahead)

@@ -1,5 +1,7 @@
 """The scheduler's rules, one by one, against a worker without a model."""
 
+from typing import Any
+
 import pytest
 
 from nano.errors import InvalidRequest
@@ -10,7 +12,7 @@ from nano.scheduler.invariants import check_invariants
 from nano.scheduler.request import Request
 from nano.scheduler.scheduler import Scheduler
 from nano.scheduler.step_time import StepLoad
-from nano.step import StepOutput, StepPlan
+from nano.step import DRAFT_ON_DEVICE, StepOutput, StepPlan
 from tests.scheduler.fake_worker import (
     EOS,
     JUNK,
@@ -306,6 +308,37 @@ class TestDrafts:
         [update] = scheduler.update_from_output(plan, answer(plan, a=[1, 2, 9]))
         assert update.new_token_ids == [1, 2, 9]
         assert request.num_computed_tokens == request.num_tokens - 1 == 8
+
+    def test_drafts_that_the_worker_keeps_to_itself_are_planned_as_placeholders(self) -> None:
+        scheduler = make_scheduler()
+        request = make_request("a", 5, max_tokens=20)
+        start_decoding(scheduler, request, drafts=[DRAFT_ON_DEVICE] * 3)
+        plan = scheduler.schedule(0.0)
+        assert plan.draft_token_ids == {"a": [DRAFT_ON_DEVICE] * 3}
+        output = answer(plan, a=[1, 9])
+        output.verified_token_ids = {"a": [1, 2, 3]}
+        [update] = scheduler.update_from_output(plan, output)
+        assert update.new_token_ids == [1, 9]
+        assert request.num_computed_tokens == request.num_tokens - 1 == 7
+        counted = scheduler.drafts.stats.by_proposer[JUNK]
+        assert (counted.num_draft_tokens, counted.num_accepted_tokens) == (3, 1)
+
+    def test_drafts_that_were_not_worth_a_step_are_compared_all_the_same(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        scheduler = make_scheduler()
+        observed: list[tuple[Any, ...]] = []
+        policy = scheduler.drafts.policy
+        monkeypatch.setattr(policy, "trim", lambda drafts, load: dict.fromkeys(drafts, 0))
+        monkeypatch.setattr(policy, "observe_unverified", lambda *args: observed.append(args))
+        start_decoding(scheduler, make_request("a", 5, max_tokens=20), [DRAFT_ON_DEVICE] * 3)
+        for unverified, num_right in ((8, 0), (9, 1)):
+            plan = scheduler.schedule(0.0)
+            assert plan.draft_token_ids == {}
+            output = with_drafts(answer(plan, a=[9]), "a", [DRAFT_ON_DEVICE])
+            output.unverified_token_ids = {"a": unverified}
+            scheduler.update_from_output(plan, output)
+            assert observed.pop() == ("a", JUNK, num_right, 1)
 
     def test_a_rejected_draft_is_not_computed(self) -> None:
         scheduler = make_scheduler()
