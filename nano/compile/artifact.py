@@ -1,11 +1,16 @@
 """Artifact: a folder with compiled pieces, and the model's forward made of it.
 
-    pieces.py      piece_0, piece_1, ... as Inductor wrote them, and run, which calls them in turn
-    kernels.so     their C++ kernels (source beside it)
-    manifest.json  factors, weights, ops, what compiling did, and a digest of every file
+    pieces.py      run, which calls piece_0, piece_1, ... in turn
+    manifest.json  factors, weights, what compiling did, and a digest of every file
 
-Loading takes a few dozen milliseconds, imports neither Dynamo nor Inductor, and can be spread
-over several steps of the engine. The generated code runs under the few names of `RUNTIME`.
+The pieces are kept in one of two forms (`request.Form`):
+
+    source         in pieces.py as Inductor wrote them, with their C++ kernels in kernels.so
+    bundle         piece_0.bundle, ... as Inductor keeps them, and its folder inductor/
+
+Loading sources takes a few dozen milliseconds, imports neither Dynamo nor Inductor, and can be
+spread over several steps of the engine. The generated code runs under the few names of `RUNTIME`.
+Bundles take the seconds of an import of Inductor.
 """
 
 import hashlib
@@ -20,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nano.compile.request import Form
 from nano.compile.store import MANIFEST
 from nano.errors import NanoError
 
@@ -57,8 +63,9 @@ class Manifest:
     """What manifest.json says."""
 
     factors: dict[str, str]
+    form: Form
     weights: list[str]  # names in the model; number i is the global w<i>
-    ops: dict[str, str]  # global -> "namespace::op.overload"
+    ops: dict[str, str]  # global -> "namespace::op.overload"; of sources, as are
     kernels: list[str]
     report: CompileReport
     digests: dict[str, str]  # of the other files
@@ -92,13 +99,17 @@ def load(
     manifest = Manifest.read(folder)
     yield None
     try:
-        kernels = _load_kernels(folder / KERNELS)
+        names = dict(RUNTIME)
+        if manifest.form == "bundle":
+            names |= _load_bundles(folder, len(manifest.report.uses))
+        else:
+            kernels = _load_kernels(folder / KERNELS)
+            names |= {name: getattr(kernels, name) for name in manifest.kernels}
+            names |= {name: _op(op) for name, op in manifest.ops.items()}
         yield None
         code = compile((folder / PIECES).read_text(), folder / PIECES, "exec")
         tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-        names = RUNTIME | {f"w{i}": tensors[name] for i, name in enumerate(manifest.weights)}
-        names |= {name: getattr(kernels, name) for name in manifest.kernels}
-        names |= {name: _op(op) for name, op in manifest.ops.items()}
+        names |= {f"w{i}": tensors[name] for i, name in enumerate(manifest.weights)}
         names |= {split_op_name(op): function for op, function in split_ops.items()}
         exec(code, names)
     except (OSError, ImportError, ValueError, SyntaxError, LookupError, AttributeError) as error:
@@ -107,9 +118,31 @@ def load(
     yield run
 
 
+def sources(folder: Path) -> list[Path]:
+    """What there is to be read of an artifact."""
+    written = [folder / PIECES, folder / KERNELS_SOURCE]
+    return [file for file in written if file.exists()] + sorted(folder.rglob("*/*.py"))
+
+
 def split_op_name(op: str) -> str:
     """The global under which `run` finds a split op "namespace::op"."""
     return op.replace("::", "_")
+
+
+def bundle_name(index: int) -> str:
+    """The file of piece number `index`."""
+    return f"piece_{index}.bundle"
+
+
+def _load_bundles(folder: Path, num_pieces: int) -> dict[str, Any]:
+    """Name -> piece. Raises `BadArtifact`."""
+    from nano.compile.bundle import load_bundles  # Inductor: only where pieces are bundles
+
+    paths = [folder / bundle_name(index) for index in range(num_pieces)]
+    try:
+        return {f"piece_{index}": piece for index, piece in enumerate(load_bundles(paths))}
+    except Exception as error:  # unpickling may raise anything
+        raise BadArtifact(f"{type(error).__name__}: {error}") from error
 
 
 def _load_kernels(library: Path) -> Any:

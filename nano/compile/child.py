@@ -17,13 +17,14 @@ _TRACE_TOKENS = 8  # of the example; any number is served
 def compile_skeleton(request: CompileRequest, folder: Path) -> None:
     """Compile what `request` describes into the empty `folder`."""
     torch.set_num_threads(1)
-    model = load_skeleton(request.skeleton)
-    _load_ops(model)
+    model = load_skeleton(request.skeleton, request.device)
+    if request.device == "cpu":
+        _load_ops(model)
     inputs = {
-        name: torch.zeros(_TRACE_TOKENS, dtype=getattr(torch, dtype))
+        name: torch.zeros(_TRACE_TOKENS, dtype=getattr(torch, dtype), device=request.device)
         for name, dtype in request.inputs.items()
     }
-    build_artifact(model, inputs, request.split_ops, request.factors, folder)
+    build_artifact(model, inputs, request.split_ops, request.factors, folder, request.form)
 
 
 def _load_ops(model: nn.Module) -> None:

@@ -10,17 +10,21 @@ Hence
 - KV blocks computed before stay valid after it, and the numerics id does not name the mode;
 - restarts agree, whichever mode each of their steps ran in.
 
-A model on other kernels (float64, or without ours) has no such promise: there the pieces are
-checked by tolerance and must be there before the first step, and the id names the mode.
+A model on other kernels (on a GPU, in float64, or without ours) has no such promise: there the
+pieces are checked by tolerance, and the id names the mode. A request ends in the numerics it began
+in, so they are used from the first step on or not at all: the start waits for them, or
+(`eager-first`) they are compiled on the side for the next one. Swapping them in when nobody
+computes would take a new id, an empty prefix cache, and a server that rests.
 
 Where pieces come from: the artifact store; if it has none, a child process that compiles a
 skeleton of the model without weights (`CompilerProcess`). This process imports neither Dynamo nor
-Inductor.
+Inductor, except to load a GPU's pieces (`request.Form`); it traces nothing.
 """
 
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -40,7 +44,9 @@ logger = get_logger(__name__)
 Probe = Callable[[ForwardFn, int], Tensor]
 # Few tokens: between two steps of a busy engine there is time for one such step more.
 _PROBE_SIZES = (1, 2, 5)
-_TOLERANCE = 1e-3  # of the largest number, where bits are not promised
+# Of the largest number, where bits are not promised: what no rounding of many layers explains.
+_TOLERANCE = 1e-3
+_TOLERATED_STEPS = 8  # of the dtype, if they are more
 _WAIT_SECONDS = 0.02
 _SHORT = 20  # characters of a factor's value that a log line shows; a digest is longer
 
@@ -70,6 +76,7 @@ class CompiledModel:
         self._target = target
         self._store = store
         self._forward: ForwardFn = target.model.forward
+        self._may_swap = True
         self._child: CompilerProcess | None = None
         self._work: Iterator[Progress] | None = None
 
@@ -84,7 +91,7 @@ class CompiledModel:
         if not self._is_wanted(mode):
             return
         assert self._store is not None
-        waits = startup == "compiled-first" or not self._target.is_exact
+        waits = startup == "compiled-first" or (startup == "auto" and not self._target.is_exact)
         self._work = self._swap_in(self._store, is_background=not waits)
         if waits:
             while self._work is not None:
@@ -93,6 +100,7 @@ class CompiledModel:
         elif self._store.find(self.key) is not None:
             while self.poll() == "working":
                 pass
+        self._may_swap = self._target.is_exact
 
     def poll(self) -> Progress | None:
         """Do a small part of the work towards compiled pieces; None when there is nothing to do.
@@ -124,18 +132,20 @@ class CompiledModel:
         """Whether to go for compiled pieces; logs why not."""
         if mode == "eager":
             return False
-        if mode == "auto" and not self._target.is_exact:
+        request = self._target.request
+        if mode == "auto" and not self._target.is_exact and request.form == "source":
             logger.info("compile mode: eager (compiled pieces are for models on native kernels)")
             return False
         if self._store is None:
             logger.warning("compile mode: eager (no home folder to keep compiled pieces in)")
             return False
-        request = self._target.request
         if self._store.find(self.key) is not None:
             return True
         reason = self._store.unwritable_reason()
         if compiler() is None:
             reason = "no C++ compiler was found, and no compiled pieces are stored"
+        elif request.form == "bundle" and find_spec("triton") is None:
+            reason = "Triton is not installed"
         if reason is not None:
             logger.warning("compile mode: eager (%s)", reason)
             return False
@@ -151,6 +161,9 @@ class CompiledModel:
                 folder = store.find(self.key)
                 if folder is None:
                     return  # why has been said
+            if not self._may_swap:
+                logger.info("compiled pieces are there for the next start: this one is eager")
+                return
             try:
                 yield from self._load(folder)
             except BadArtifact as error:
@@ -214,8 +227,9 @@ def _agree(result: Tensor, expected: Tensor, *, is_exact: bool) -> bool:
         return torch.equal(
             result.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8)
         )
+    tolerance = max(_TOLERANCE, _TOLERATED_STEPS * torch.finfo(expected.dtype).eps)
     largest = expected.abs().max().item()
-    return (result - expected).abs().max().item() <= _TOLERANCE * largest
+    return (result - expected).abs().max().item() <= tolerance * largest
 
 
 def _why_missing(nearest: dict[str, tuple[str, str]] | None) -> str:

@@ -73,7 +73,6 @@ def generate(piece: Piece, index: int) -> PieceCode:
             piece.examples,
             dynamic_shapes="from_graph",
             options={"config_patches": _OPTIONS},
-            donate_graph_module=True,
         )
     if len(codes) != 1:
         raise UnexpectedCode(f"Inductor made {len(codes)} functions of piece {index}")

@@ -129,8 +129,8 @@ def cut(graph: fx.GraphModule, binding: Binding, split_ops: Sequence[str]) -> Tr
         None,  # type: ignore[arg-type]  # only its place in old torchs
         lambda node: partition[node],
         keep_original_order=True,  # attention mutates its output
-        tuple_return=True,
     )
+    _return_tuples(whole)
     graphs: dict[str, fx.GraphModule] = {}  # by structural key
     num_uses: dict[str, int] = {}
     piece_of: dict[str, int] = {}  # submodule -> index of its piece
@@ -177,6 +177,23 @@ def _partition(
         else:
             partition[node] = current
     return partition, split_parts
+
+
+def _return_tuples(whole: fx.GraphModule) -> None:
+    """Let every part return a tuple, also of one value: that is what the compiler takes."""
+    for call in whole.graph.find_nodes(op="call_module"):
+        part = whole.get_submodule(call.target)
+        assert isinstance(part, fx.GraphModule)
+        output = part.graph.output_node()
+        if isinstance(output.args[0], tuple):
+            continue
+        output.args = (output.args,)
+        part.recompile()
+        with whole.graph.inserting_after(call):
+            value = whole.graph.call_function(operator.getitem, (call, 0))
+        call.replace_all_uses_with(
+            value, delete_user_cb=lambda user, value=value: user is not value
+        )
 
 
 def structural_key(piece: fx.GraphModule) -> str:

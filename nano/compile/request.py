@@ -8,11 +8,11 @@ start with another of these finds what the first one made.
 import hashlib
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from nano.native.build import cpu_flags, cpu_name
 
@@ -20,6 +20,10 @@ _NANO = Path(__file__).parent.parent
 # What the trace reads, what writes the code, and the schemas of the ops that it calls.
 _SOURCES = ("attention/op.py", "compile", "layers", "models", "quant")
 _LONG = 60  # characters; longer values are named by their digest
+
+# How pieces are kept: as code of Inductor's that our own C++ flags compile and that runs without
+# Inductor, bit by bit as the eager model; or whole, as Inductor keeps them, for any device.
+Form = Literal["source", "bundle"]
 
 
 @dataclass(frozen=True)
@@ -30,16 +34,26 @@ class CompileRequest:
     inputs: dict[str, str]  # parameters of `forward`, in order, and their dtypes; all are [T]
     split_ops: tuple[str, ...]  # where the graph is cut: "namespace::op"
     skeleton: bytes
+    device: str = "cpu"  # where it computes, in torch's words; the index is in generated code
+    device_traits: dict[str, str] = field(default_factory=dict)  # of one that is no CPU
+
+    @property
+    def form(self) -> Form:
+        """How its pieces are kept: here alone devices differ."""
+        return "source" if self.device == "cpu" else "bundle"
 
     @cached_property
     def factors(self) -> dict[str, str]:
-        """The machine's software and CPU, then the model."""
+        """The machine's software and processor, then the model."""
+        if self.device == "cpu":
+            traits = {"cpu": _named(cpu_name()), "cpu_flags": " ".join(cpu_flags())}
+        else:
+            traits = {"device": self.device, **self.device_traits}
         factors = {
             "torch": version("torch"),
             "python": str(sys.implementation.cache_tag),
             "nano": _sources_digest(),
-            "cpu": _named(cpu_name()),
-            "cpu_flags": " ".join(cpu_flags()),
+            **traits,
             "inputs": _spell(self.inputs),
             "split_ops": _spell(self.split_ops),
         }
@@ -54,13 +68,16 @@ class CompileRequest:
             "description": self.description,
             "inputs": self.inputs,
             "split_ops": self.split_ops,
+            "device": self.device,
+            "device_traits": self.device_traits,
         }
         file.write(json.dumps(head).encode() + b"\n" + self.skeleton)
 
     @classmethod
     def read(cls, file: BinaryIO) -> "CompileRequest":
         head = json.loads(file.readline())
-        return cls(head["description"], head["inputs"], tuple(head["split_ops"]), file.read())
+        split_ops = tuple(head.pop("split_ops"))
+        return cls(**head, split_ops=split_ops, skeleton=file.read())
 
 
 @cache

@@ -1,9 +1,9 @@
 """A model without its weights: enough to trace and compile it, in another process.
 
 The module tree is pickled with every tensor replaced by its shape, strides and dtype, and comes
-back over memory that is never touched, so a skeleton takes none. Whatever a model is made of
-travels so: layers, packed weights of any format, the kernels it computes with; there is no list
-of classes to keep in step.
+back with tensors that have these and no memory. Whatever a model is made of travels so: layers,
+packed weights of any format, the kernels it computes with; there is no list of classes to keep in
+step.
 """
 
 import io
@@ -23,9 +23,9 @@ def dump_skeleton(model: nn.Module) -> bytes:
     return file.getvalue()
 
 
-def load_skeleton(data: bytes) -> nn.Module:
-    """The model that was dumped, with uninitialised weights."""
-    model = _Unpickler(io.BytesIO(data)).load()
+def load_skeleton(data: bytes, device: str = "cpu") -> nn.Module:
+    """The model that was dumped, on `device`, to be traced and never run: it has no weights."""
+    model = _Unpickler(io.BytesIO(data), device).load()
     assert isinstance(model, nn.Module)
     return model
 
@@ -75,14 +75,16 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO):
+    def __init__(self, file: io.BytesIO, device: str):
         super().__init__(file)
+        self._device = device
         self._tensors: dict[int, Tensor] = {}
 
     def persistent_load(self, shape: _Shape) -> Tensor:
         index, is_parameter, dtype, size, stride = shape
         if index not in self._tensors:
-            tensor = torch.empty_strided(size, stride, dtype=dtype)
+            tensor = torch.empty_strided(size, stride, dtype=dtype, device=self._device)
+            tensor.untyped_storage().resize_(0)  # on a GPU untouched memory is taken all the same
             self._tensors[index] = (
                 nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
             )

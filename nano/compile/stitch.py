@@ -89,7 +89,7 @@ def _num_outputs(whole: fx.GraphModule, name: str) -> int:
     module = whole.get_submodule(name)
     assert isinstance(module, fx.GraphModule)
     (outputs,) = module.graph.output_node().args
-    assert isinstance(outputs, tuple), "tuple_return"
+    assert isinstance(outputs, tuple)
     return len(outputs)
 
 

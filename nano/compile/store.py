@@ -1,6 +1,6 @@
 """ArtifactStore: compiled pieces on disk, one folder per key. Torch-free.
 
-    <key>/         manifest.json, pieces.py, kernels.cpp, kernels.so
+    <key>/         see artifact.py
     <key>.lock     held by whoever builds <key>; the kernel lets go of it when the holder dies
     <key>.bad/     what was found damaged or wrong, kept to be looked at
     <key>.*.tmp/   being built; renamed to <key>/ when complete
