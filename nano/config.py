@@ -19,8 +19,12 @@ from nano.errors import ConfigError
 from nano.spec.options import SpeculativeOptions
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+CompileMode = Literal["auto", "eager", "compiled"]
 # vLLM's names.
 GraphMode = Literal["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
+# "fp8" is "fp8_e4m3", and that torch's float8_e4m3fn.
+CacheDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3"]
+KVSplit = Literal["scheduler", "fixed", "none"]  # as `FlashInferBackend` explains them
 Quantization = Literal["int8", "w8a8", "int4", "w4a8", "bfloat16", "awq", "gptq", "gguf"]
 
 
@@ -43,7 +47,7 @@ class ModelOptions:
 @dataclass(frozen=True, kw_only=True)
 class CacheOptions:
     block_size: int = 16
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: CacheDtype = "auto"
     enable_prefix_caching: bool = True
     memory_fraction: float | None = None
     memory_bytes: int | None = None
@@ -56,19 +60,21 @@ class SchedulerOptions:
     max_num_requests: int = 256
     policy: Literal["fcfs", "priority"] = "fcfs"
     long_prefill_token_threshold: int = 0
-    async_scheduling: bool | None = None  # None: as the device likes it; off on CPU
+    async_scheduling: bool | None = None  # None: on GPUs
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
     backend: Literal["auto", "flashinfer", "triton", "cpu", "torch", "reference"] = "auto"
+    kv_split: Literal["auto"] | KVSplit = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompileOptions:
-    mode: Literal["auto", "eager", "compiled"] = "auto"
+    mode: CompileMode = "auto"
     startup: Literal["auto", "eager-first", "compiled-first"] = "auto"
     cudagraph_mode: Literal["auto"] | GraphMode = "auto"
+    cudagraph_capture_sizes: tuple[int, ...] = ()  # none: a ladder, then what the load asks for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +111,9 @@ class EngineConfig:
         for name, (value, low) in at_least.items():
             if value is not None and value < low:
                 raise ConfigError(f"{name} must be at least {low}, got {value}")
+        for size in self.compile.cudagraph_capture_sizes:
+            if size < 1:
+                raise ConfigError(f"cudagraph_capture_sizes must be at least 1, got {size}")
         fraction = self.kv_cache.memory_fraction
         if fraction is not None and not 0.0 < fraction <= 1.0:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {fraction}")
@@ -218,7 +227,9 @@ ENGINE_ARGS: dict[str, EngineArg] = {
         "model", "path", "'demo', a folder of safetensors, or a .gguf file (default: demo)"
     ),
     "tokenizer": EngineArg("model", "tokenizer", "folder of another tokenizer"),
-    "dtype": EngineArg("model", "dtype", "what the model computes in; auto is float32 on CPU"),
+    "dtype": EngineArg(
+        "model", "dtype", "what the model computes in (auto: float32 on CPU, 16 bits on GPUs)"
+    ),
     "max_model_len": EngineArg("model", "max_model_len", "longest prompt + output, in tokens"),
     "seed": EngineArg("model", "seed", "seeds requests that name none (library only)"),
     "generation_config": EngineArg(
@@ -244,7 +255,9 @@ ENGINE_ARGS: dict[str, EngineArg] = {
         "model", "logits_processors", "classes that edit logits: module:Class ..."
     ),
     "block_size": EngineArg("kv_cache", "block_size", "token slots per KV block"),
-    "kv_cache_dtype": EngineArg("kv_cache", "dtype", "what keys and values are stored as"),
+    "kv_cache_dtype": EngineArg(
+        "kv_cache", "dtype", "what keys and values are stored as (auto: what the model computes in)"
+    ),
     "enable_prefix_caching": EngineArg(
         "kv_cache", "enable_prefix_caching", "share the KV of equal prompt prefixes"
     ),
@@ -272,6 +285,12 @@ ENGINE_ARGS: dict[str, EngineArg] = {
         "plan a step while the one before it is computed (default: on GPUs)",
     ),
     "attention_backend": EngineArg("attention", "backend", "which attention kernel"),
+    "attention_kv_split": EngineArg(
+        "attention",
+        "kv_split",
+        "how FlashInfer divides a request's KV: scheduler (auto; to fill the GPU), or alike in any "
+        "batch: fixed (parts of 1,024 tokens; no full graphs) or none (slow if it is long)",
+    ),
     "compile_mode": EngineArg("compile", "mode", "eager or compiled"),
     "startup": EngineArg(
         "compile",
@@ -280,6 +299,11 @@ ENGINE_ARGS: dict[str, EngineArg] = {
     ),
     "cudagraph_mode": EngineArg(
         "compile", "cudagraph_mode", "which steps a GPU replays as graphs (auto: all that can be)"
+    ),
+    "cudagraph_capture_sizes": EngineArg(
+        "compile",
+        "cudagraph_capture_sizes",
+        "tokens of the steps that a GPU replays as graphs (unset: a ladder, then what pads least)",
     ),
     "speculative_config": EngineArg(
         "speculative",
@@ -293,7 +317,11 @@ ENGINE_ARGS: dict[str, EngineArg] = {
     "num_speculative_tokens": EngineArg(
         "speculative", "num_speculative_tokens", "most drafts per step of that model", int
     ),
-    "device": EngineArg("device", "kind", "cpu, cuda, cuda:1, or a UUID: GPU-..., MIG-..."),
+    "device": EngineArg(
+        "device",
+        "kind",
+        "auto (a GPU if there is one), cpu, cuda, cuda:1, or a UUID: GPU-..., MIG-...",
+    ),
     "threads": EngineArg("device", "num_threads", "CPU threads of the engine"),
 }
 
@@ -310,7 +338,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         if bool in kinds:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, help=arg.help)
         elif get_origin(hint) is tuple:
-            group.add_argument(flag, nargs="+", metavar="PATH", help=arg.help)
+            is_number = get_args(hint)[0] is int
+            kind, metavar = (int, "N") if is_number else (str, "PATH")
+            group.add_argument(flag, nargs="+", type=kind, metavar=metavar, help=arg.help)
         elif choices:
             group.add_argument(flag, choices=choices, help=arg.help)
         else:

@@ -1,22 +1,27 @@
-"""What the model's files decide about an EngineConfig, each with a log line. Torch-free."""
+"""What files and the machine decide about an EngineConfig, each with a log line. Torch-free."""
 
 import dataclasses
 import os
+from collections.abc import Callable
 from typing import Literal
 
 from nano.checkpoint.hf_config import DecoderConfig, load_decoder_config
 from nano.checkpoint.locate import locate_model
-from nano.config import EngineConfig, ModelOptions, Quantization
+from nano.config import CompileMode, CompileOptions, EngineConfig, ModelOptions, Quantization
 from nano.errors import ConfigError
+from nano.gpus import Gpu, Gpus, find_gpus
 from nano.log import get_logger
 
 logger = get_logger(__name__)
 
 _CHECKPOINT_METHODS = ("awq", "gptq", "gguf")  # the others work on what has been loaded
+_OLDEST_USABLE = (7, 5)  # compute capability; what torch is built for today begins there
+_OLDEST_WITH_BFLOAT16 = (8, 0)
 
 
-def resolve(config: EngineConfig) -> EngineConfig:
-    """Resolve what the model's files decide: its folder, context length, dtype, device, mode.
+def resolve(config: EngineConfig, find: Callable[[str], Gpus] = find_gpus) -> EngineConfig:
+    """Resolve what the model's files decide, and which device there is: folder, context length,
+    device, dtype, mode, async scheduling. `find` is called as `find_gpus`, unless told "cpu".
 
     Raises `ConfigError` or `CheckpointError`. What must be measured (token budget, number of
     blocks) is still None afterwards; the worker resolves it.
@@ -40,32 +45,23 @@ def resolve(config: EngineConfig) -> EngineConfig:
             max_model_len,
             limit,
         )
-    is_cpu = config.device.kind in ("auto", "cpu")
+    device, gpu = _resolve_device(config.device.kind, find)
+    is_cpu = device == "cpu"
     if is_cpu and model.dtype in ("bfloat16", "float16"):
         raise ConfigError(
             f"dtype={model.dtype} is not computed on CPU, which has no units for it here; "
             "use float32 (every bfloat16 and float16 weight is exact in it) or auto"
         )
     dtype = model.dtype
-    if dtype == "auto" and not is_cpu:
-        dtype = "bfloat16"
-        logger.info("dtype: bfloat16 (auto on %s)", config.device.kind)
     if dtype == "auto":
-        dtype = "float32"
-        logger.info("dtype: float32 (auto on CPU; the checkpoint says %s)", decoder.dtype)
+        dtype, reason = _default_dtype(device, gpu)
+        logger.info("dtype: %s (auto %s; the checkpoint says %s)", dtype, reason, decoder.dtype)
     quantization = _resolve_quantization(model, decoder)
-    mode, graph_mode = config.compile.mode, config.compile.cudagraph_mode
-    if is_cpu and graph_mode not in ("auto", "NONE"):
-        raise ConfigError(f"cudagraph_mode={graph_mode} needs device=cuda: a CPU has no graphs")
-    if not is_cpu and mode == "compiled":
-        raise ConfigError(
-            f"compile_mode=compiled is for device=cpu, not {config.device.kind}: compiled pieces "
-            "are C++; on a GPU, graphs hold the eager model (cudagraph_mode)"
-        )
-    if mode == "auto" and not is_cpu:
-        mode = "eager"
-    if mode == "auto":
-        mode = _default_compile_mode()
+    is_async = config.scheduler.async_scheduling
+    if is_async is None:
+        is_async = not is_cpu
+        why = "its cores plan and compute" if is_cpu else "it computes while the host plans"
+        logger.info("async scheduling: %s (auto on %s: %s)", "off" if is_cpu else "on", device, why)
     return dataclasses.replace(
         config,
         model=dataclasses.replace(
@@ -75,12 +71,58 @@ def resolve(config: EngineConfig) -> EngineConfig:
             max_model_len=max_model_len,
             quantization=quantization,
         ),
-        compile=dataclasses.replace(config.compile, mode=mode),
-        device=dataclasses.replace(config.device, kind="cpu" if is_cpu else config.device.kind),
+        compile=dataclasses.replace(config.compile, mode=_resolve_mode(config.compile, device)),
+        scheduler=dataclasses.replace(config.scheduler, async_scheduling=is_async),
+        device=dataclasses.replace(config.device, kind=device),
     )
 
 
-def _default_compile_mode() -> Literal["auto", "eager", "compiled"]:
+def _resolve_device(wanted: str, find: Callable[[str], Gpus]) -> tuple[str, Gpu | None]:
+    """(what `make_device` takes, the GPU of that name if there is one)."""
+    if wanted == "cpu":
+        return wanted, None
+    if wanted != "auto":  # whether it can be had is for the worker to say, who asks torch
+        return wanted, find(wanted).named(wanted)
+    gpus = find("cuda")
+    gpu = gpus.named("cuda")
+    why = gpus.why_none or "no GPU is visible"
+    if gpu is not None and gpu.capability >= _OLDEST_USABLE:
+        logger.info("device: cuda (auto: there is a GPU, %s)", gpu.name)
+        return "cuda", gpu
+    if gpu is not None:
+        why = f"{gpu.name} has {_spell(gpu.capability)}, and {_spell(_OLDEST_USABLE)} is needed"
+    logger.info("device: cpu (auto: %s)", why)
+    return "cpu", None
+
+
+def _default_dtype(
+    device: str, gpu: Gpu | None
+) -> tuple[Literal["float32", "bfloat16", "float16"], str]:
+    """What "auto" computes in, and why."""
+    if device == "cpu":
+        return "float32", "on CPU"
+    if gpu is not None and gpu.capability < _OLDEST_WITH_BFLOAT16:
+        return "float16", f"on {gpu.name}: {_spell(gpu.capability)} has no units for bfloat16"
+    return "bfloat16", f"on {device}"
+
+
+def _spell(capability: tuple[int, int]) -> str:
+    return "compute capability " + ".".join(map(str, capability))
+
+
+def _resolve_mode(options: CompileOptions, device: str) -> CompileMode:
+    """The compile mode; raises `ConfigError` for what `device` has not."""
+    if device != "cpu":
+        if options.mode == "compiled":
+            raise ConfigError(
+                f"compile_mode=compiled is for device=cpu, not {device}: compiled pieces are C++; "
+                "on a GPU, graphs hold the eager model (cudagraph_mode)"
+            )
+        return "eager"
+    return _default_compile_mode() if options.mode == "auto" else options.mode
+
+
+def _default_compile_mode() -> CompileMode:
     """What mode "auto" means: as NANO_COMPILE_MODE says (for debugging, and for tests, which would
     start many compilers), else the worker's choice, who knows the kernels."""
     told = os.environ.get("NANO_COMPILE_MODE", "auto")

@@ -9,6 +9,7 @@ import pytest
 
 from nano.config import ENGINE_ARGS, EngineConfig, add_engine_arguments, config_from_arguments
 from nano.errors import ConfigError
+from nano.gpus import Gpu, Gpus
 from nano.resolve import resolve
 from tests.tiny import make_checkpoint
 
@@ -48,6 +49,16 @@ def test_flags_override_the_recipe(tmp_path):
     config = parse("--config", str(recipe), "--max-num-batched-tokens", "32")
     assert config.scheduler.token_budget == 32
     assert config.scheduler.max_num_requests == 3
+
+
+def test_capture_sizes_are_numbers_however_they_are_said(tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text("[compile]\ncudagraph_capture_sizes = [1, 8]\n")
+    by_flag = parse("--cudagraph-capture-sizes", "1", "8")
+    assert by_flag.compile.cudagraph_capture_sizes == (1, 8)
+    assert by_flag == EngineConfig.from_toml(recipe)
+    assert by_flag == EngineConfig.from_args({"cudagraph_capture_sizes": [1, 8]})
+    assert EngineConfig.from_sections(json.loads(json.dumps(by_flag.to_sections()))) == by_flag
 
 
 def test_every_option_has_an_argument():
@@ -98,6 +109,10 @@ def test_the_shipped_recipes_are_complete_and_valid():
         ({"gpu_memory_utilization": 1.5}, r"gpu_memory_utilization must be in \(0, 1\], got 1.5"),
         ({"scheduling_policy": "sjf"}, "policy must be 'fcfs' or 'priority', got 'sjf'"),
         ({"logprobs_mode": "raw"}, "logprobs_mode must be"),
+        ({"kv_cache_dtype": "fp4"}, r"dtype must be 'auto' or .*'fp8_e4m3', got 'fp4'"),
+        ({"attention_kv_split": "some"}, r"kv_split must be 'auto' or 'scheduler'.*got 'some'"),
+        ({"cudagraph_capture_sizes": [4, 0]}, "cudagraph_capture_sizes must be at least 1, got 0"),
+        ({"cudagraph_capture_sizes": [1.5]}, "cudagraph_capture_sizes must be a list of int"),
     ],
     ids=str,
 )
@@ -132,6 +147,7 @@ def test_resolving_settles_what_files_tell(tmp_path):
     assert resolved.model.path == str(folder)
     assert resolved.model.max_model_len == 512
     assert (resolved.model.dtype, resolved.compile.mode) == ("float32", "eager")
+    assert (resolved.device.kind, resolved.scheduler.async_scheduling) == ("cpu", False)
     assert EngineConfig.from_sections(resolved.to_sections()) == resolved
 
 
@@ -154,6 +170,51 @@ def test_dtypes_that_the_cpu_does_not_compute_are_refused(tmp_path, dtype):
     folder = make_checkpoint(tmp_path / "m")
     with pytest.raises(ConfigError, match=f"dtype={dtype} is not computed on CPU"):
         resolve(EngineConfig.from_args({"model": str(folder), "dtype": dtype}))
+
+
+HOPPER, TURING, VOLTA = Gpu("H200", (9, 0)), Gpu("T4", (7, 5)), Gpu("V100", (7, 0))
+
+
+@pytest.mark.parametrize(
+    ("args", "gpus", "device", "dtype", "is_async", "said"),
+    [
+        ({}, (HOPPER,), "cuda", "bfloat16", True, "device: cuda (auto: there is a GPU, H200)"),
+        ({}, (TURING, HOPPER), "cuda", "float16", True, "compute capability 7.5 has no units for"),
+        ({}, (VOLTA,), "cpu", "float32", False, "V100 has compute capability 7.0, and"),
+        ({}, (), "cpu", "float32", False, "device: cpu (auto: nobody looked)"),
+        ({"device": "cuda:1"}, (TURING, HOPPER), "cuda:1", "bfloat16", True, "dtype: bfloat16"),
+        ({"device": "cuda:1"}, (HOPPER,), "cuda:1", "bfloat16", True, "async scheduling: on"),
+        ({"device": "MIG-7"}, (TURING,), "MIG-7", "float16", True, "dtype: float16 (auto on T4"),
+        ({"dtype": "float32"}, (HOPPER,), "cuda", "float32", True, "async scheduling: on"),
+        ({"async_scheduling": False}, (HOPPER,), "cuda", "bfloat16", False, "device: cuda"),
+        ({"device": "cpu"}, None, "cpu", "float32", False, "async scheduling: off (auto on cpu"),
+        ({"async_scheduling": True}, (), "cpu", "float32", True, "device: cpu"),
+    ],
+)
+def test_what_a_gpu_decides(tmp_path, caplog, args, gpus, device, dtype, is_async, said):
+    asked = []
+
+    def find(name: str) -> Gpus:
+        asked.append(name)
+        return Gpus(gpus, "" if gpus else "nobody looked")
+
+    folder = make_checkpoint(tmp_path / "m")
+    with caplog.at_level("INFO", logger="nano"):
+        resolved = resolve(EngineConfig.from_args({"model": str(folder)} | args), find)
+    assert resolved.device.kind == device
+    assert resolved.model.dtype == dtype
+    assert resolved.scheduler.async_scheduling is is_async
+    assert said in caplog.text
+    assert asked == ([] if gpus is None else [args.get("device", "cuda")])
+
+
+def test_async_scheduling_may_be_told_either_way():
+    for flags, is_async in (
+        ((), None),
+        (("--async-scheduling",), True),
+        (("--no-async-scheduling",), False),
+    ):
+        assert parse(*flags).scheduler.async_scheduling is is_async
 
 
 @pytest.mark.parametrize("told", ["auto", "eager", "compiled"])

@@ -6,12 +6,14 @@ T tokens in the step (ragged over R requests), H query heads, KVH key/value head
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import ClassVar, Self
+from typing import ClassVar, Literal, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from nano.config import KVSplit
+from nano.errors import ConfigError
 from nano.kv_spec import LayerKVSpec
 
 
@@ -41,6 +43,18 @@ class AttentionMetadata:
     slot_mapping: Tensor  # [T] int64 device: block_id * block_size + offset, or PAD_SLOT
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionSetup:
+    """What a backend is made for: a model all of whose layers are like `layer`."""
+
+    block_size: int
+    layer: LayerKVSpec
+    num_heads: int  # query heads
+    dtype: torch.dtype  # of q, k, v and out
+    device: torch.device
+    kv_split: Literal["auto"] | KVSplit = "auto"
+
+
 class AttentionBackend(ABC):
     """Paged attention over one layer's cache at a time. Made once per worker.
 
@@ -48,23 +62,26 @@ class AttentionBackend(ABC):
     """
 
     name: ClassVar[str]
-    graph_support: ClassVar[GraphSupport] = GraphSupport.NONE
+    graph_support: GraphSupport = GraphSupport.NONE
 
     def __init__(self, block_size: int, scale: float):
         self.block_size = block_size
         self.scale = scale  # multiplies q . k
 
     @classmethod
-    def for_model(
-        cls,
-        block_size: int,
-        spec: LayerKVSpec,
-        num_heads: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Self:
-        """For layers like `spec` with `num_heads` query heads, whose q, k, v come in `dtype`."""
-        return cls(block_size, spec.head_dim**-0.5)
+    def for_model(cls, setup: AttentionSetup) -> Self:
+        """Raises `ConfigError` for a dtype or an option that it does not know."""
+        if setup.kv_split != "auto":
+            raise ConfigError(
+                f"attention_kv_split={setup.kv_split} is for flashinfer; {cls.name}, which serves "
+                "this model, divides KV in one way only; leave it out"
+            )
+        return cls(setup.block_size, setup.layer.head_dim**-0.5)
+
+    @property
+    def numerics_name(self) -> str:
+        """Names the order of its sums: itself, and the options that decide about them."""
+        return self.name
 
     @classmethod
     @abstractmethod
@@ -86,6 +103,9 @@ class AttentionBackend(ABC):
 
         max_blocks: that one request may hold. Called before the capture, largest graphs first.
         """
+
+    def forget_graphs(self) -> None:  # noqa: B027
+        """Let go of what was reserved: the graphs that read it are gone."""
 
     def plan_graph(self, metadata: AttentionMetadata, num_requests: int) -> None:
         """Plan a uniform step for the capture or the replay of a full graph of `num_requests`.

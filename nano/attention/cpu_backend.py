@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nano.attention.backend import AttentionBackend, AttentionMetadata
+from nano.attention.backend import AttentionBackend, AttentionMetadata, GraphSupport
 from nano.kv_spec import LayerKVSpec
 from nano.native.build import load_ops
 
@@ -24,9 +24,12 @@ class CpuBackend(AttentionBackend):
     """
 
     name = "cpu"
+    graph_support = GraphSupport.FULL_DECODE  # a CPU has none, but one may be asked to record them
 
     def __init__(self, block_size: int, scale: float):
         super().__init__(block_size, scale)
+        # Where a graph of (R, Q) finds its query_start and seq_lens.
+        self._graphs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     @classmethod
     def unsupported_reason(cls, spec: LayerKVSpec, device: torch.device) -> str | None:
@@ -54,6 +57,18 @@ class CpuBackend(AttentionBackend):
         assert slots.dtype == torch.int64, slots.dtype
         assert slots.is_contiguous()
         self._step = (table, slots, query_start, seq_lens, self.block_size, self.scale)
+
+    def forget_graphs(self) -> None:
+        self._graphs.clear()
+
+    def plan_graph(self, metadata: AttentionMetadata, num_requests: int) -> None:
+        super().plan_graph(metadata, num_requests)
+        table, slots, query_start, seq_lens, block_size, scale = self._step
+        key = num_requests, metadata.max_query_len
+        held = self._graphs.setdefault(key, (query_start, seq_lens))
+        for mine, given in zip(held, (query_start, seq_lens)):
+            mine.copy_(given)
+        self._step = (table, slots, *held, block_size, scale)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, out: Tensor) -> None:
         op = _op(_NAMES[kv_cache.dtype])

@@ -31,7 +31,7 @@ class ExactTorchBackend(TorchBackend):
     def unsupported_reason(cls, spec: LayerKVSpec, device: torch.device) -> str | None:
         if device.type != "cpu":
             return f"it runs on cpu only, not on {device.type}"
-        return None
+        return super().unsupported_reason(spec, device)
 
     def plan(self, metadata: AttentionMetadata) -> None:
         self._slots = metadata.slot_mapping[: metadata.num_tokens]

@@ -17,17 +17,21 @@ from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nano.attention.backend import AttentionBackend, AttentionMetadata, GraphSupport
+from nano.attention.backend import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionSetup,
+    GraphSupport,
+)
+from nano.config import KVSplit
 from nano.errors import ConfigError
 from nano.kv_spec import LayerKVSpec
-
-KVSplit = Literal["scheduler", "fixed", "none"]
 
 _VERSION = "0.7"  # knows q_len_per_req; the next one may have other names
 _CAPABILITY = (8, 0)  # Ampere: the first with bfloat16 units
@@ -96,6 +100,8 @@ class FlashInferBackend(AttentionBackend):
     kv_split: how the KV of one row is divided among thread blocks, whose results are then merged.
 
     - "scheduler" fills the device: fastest, and a row's last bits depend on the rest of the batch.
+      It is the default: the matrix products around it depend on the batch as well, so another
+      choice costs much and alone makes no promise.
     - "none": one thread block goes over a row's KV from end to end, whatever the batch, in graphs
       too; slow where few requests are long.
     - "fixed": parts of 1,024 tokens; independent of the batch and fast, but not for full graphs: a
@@ -108,20 +114,11 @@ class FlashInferBackend(AttentionBackend):
     name = "flashinfer"
     graph_support = GraphSupport.FULL_DECODE
 
-    def __init__(
-        self,
-        block_size: int,
-        spec: LayerKVSpec,
-        num_heads: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        kv_split: KVSplit = "scheduler",
-        runtime: CudaRuntime | None = None,
-    ):
-        """dtype: of q, k, v and out. Raises `ConfigError` if no kernel computes in it."""
-        super().__init__(block_size, spec.head_dim**-0.5)
-        cache_dtype: torch.dtype = getattr(torch, spec.dtype)
+    def __init__(self, setup: AttentionSetup, runtime: CudaRuntime | None = None):
+        """Raises `ConfigError` if no kernel computes in its dtype."""
+        layer, dtype, device = setup.layer, setup.dtype, setup.device
+        super().__init__(setup.block_size, layer.head_dim**-0.5)
+        cache_dtype: torch.dtype = getattr(torch, layer.dtype)
         if dtype not in (torch.bfloat16, torch.float16):
             raise ConfigError(f"flashinfer computes in bfloat16 or float16, not in {dtype}")
         if cache_dtype.itemsize == dtype.itemsize and cache_dtype != dtype:
@@ -131,39 +128,39 @@ class FlashInferBackend(AttentionBackend):
         is_heads_first = cache_dtype.itemsize == 1 or self.runtime.capability[0] == 10
         self.kv_layout = "HND" if is_heads_first else "NHD"
         self._cache_dtype = cache_dtype
-        self._head_dim = spec.head_dim
-        self._kv_split = kv_split
+        self._head_dim = layer.head_dim
+        self._kv_split: KVSplit = "scheduler" if setup.kv_split == "auto" else setup.kv_split
+        if self._kv_split == "fixed":
+            self.graph_support = GraphSupport.PIECEWISE
         self._plan_options: dict[str, Any] = {
-            "num_qo_heads": num_heads,
-            "num_kv_heads": spec.num_kv_heads,
-            "page_size": block_size,
+            "num_qo_heads": setup.num_heads,
+            "num_kv_heads": layer.num_kv_heads,
+            "page_size": self.block_size,
             "q_data_type": dtype,  # the default is float16
             "kv_data_type": cache_dtype,
             "o_data_type": dtype,
             "sm_scale": self.scale,
-            "disable_split_kv": kv_split == "none",
+            "disable_split_kv": self._kv_split == "none",
         }
-        if kv_split == "fixed":
-            self._plan_options["fixed_split_size"] = max(1, _FIXED_SPLIT_TOKENS // block_size)
+        if self._kv_split == "fixed":
+            self._plan_options["fixed_split_size"] = max(1, _FIXED_SPLIT_TOKENS // self.block_size)
         self._workspace, self._graph_plans = _workspaces(device)
         self._prefill = self.runtime.flashinfer.BatchPrefillWithPagedKVCacheWrapper(
             self._workspace, self.kv_layout, backend=_KERNELS
         )
+        self.wrapper = self._prefill  # serves the step that was planned last
         self._graphs: dict[tuple[int, int], _Graph] = {}  # by (R, Q)
         self._cache_tables: dict[int, tuple[Tensor, ...]] = {}  # by pages
         # FlashInfer's plans go through one pinned buffer, which a copy may still be reading.
         self._event = self.runtime.new_event()
 
     @classmethod
-    def for_model(
-        cls,
-        block_size: int,
-        spec: LayerKVSpec,
-        num_heads: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Self:
-        return cls(block_size, spec, num_heads, dtype, device)
+    def for_model(cls, setup: AttentionSetup) -> Self:
+        return cls(setup)
+
+    @property
+    def numerics_name(self) -> str:
+        return f"{self.name}, kv split {self._kv_split}"
 
     @classmethod
     def unsupported_reason(cls, spec: LayerKVSpec, device: torch.device) -> str | None:
@@ -209,12 +206,10 @@ class FlashInferBackend(AttentionBackend):
         slots = metadata.slot_mapping[: metadata.num_tokens]
         tokens = torch.zeros(2, len(slots), dtype=torch.int32, device=slots.device)
         torch.add(slots, self.block_size, out=tokens[1])
-        self._wrapper, self._tokens = self._prefill, tokens
+        self.wrapper, self._tokens = self._prefill, tokens
 
     def reserve_graph(self, num_requests: int, query_len: int, max_blocks: int) -> None:
-        """Raises `ConfigError` if a graph cannot replay what is planned for it."""
-        if self._kv_split == "fixed":
-            raise ConfigError("flashinfer: kv_split 'fixed' excludes full CUDA graphs")
+        assert self.graph_support == GraphSupport.FULL_DECODE, self.numerics_name
         key = num_requests, query_len
         if key in self._graphs:
             return
@@ -234,6 +229,9 @@ class FlashInferBackend(AttentionBackend):
         )
         wrapper.reset_workspace_buffer(self._workspace, self._graph_plans)
         self._graphs[key] = _Graph(wrapper, pages, empty(2, num_requests * query_len).zero_())
+
+    def forget_graphs(self) -> None:
+        self._graphs.clear()
 
     def plan_graph(self, metadata: AttentionMetadata, num_requests: int) -> None:
         query_len = metadata.max_query_len
@@ -255,7 +253,7 @@ class FlashInferBackend(AttentionBackend):
         )
         self._event.record()
         torch.add(metadata.slot_mapping, self.block_size, out=graph.tokens[1])
-        self._wrapper, self._tokens = graph.wrapper, graph.tokens
+        self.wrapper, self._tokens = graph.wrapper, graph.tokens
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, out: Tensor) -> None:
         num_tokens = self._tokens.shape[1]
@@ -264,7 +262,7 @@ class FlashInferBackend(AttentionBackend):
         self.runtime.flashinfer.append_paged_kv_cache(
             k, v, *self._tokens, kv_cache, *whole_cache, self.kv_layout
         )
-        self._wrapper.run(q[:num_tokens], kv_cache, out=out[:num_tokens])
+        self.wrapper.run(q[:num_tokens], kv_cache, out=out[:num_tokens])
 
     def _page_table(
         self, query_start: np.ndarray, seq_lens: np.ndarray, block_table: Tensor

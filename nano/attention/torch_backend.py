@@ -11,6 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from nano.attention.backend import AttentionBackend, AttentionMetadata
 from nano.kv_spec import LayerKVSpec
 
+_NOT_CACHED = "float8_e4m3fn"  # torch has no index_copy_ for it
+
 
 class TorchBackend(AttentionBackend):
     """One SDPA call per request over its gathered blocks. Last bits depend on batch and chunk.
@@ -23,6 +25,8 @@ class TorchBackend(AttentionBackend):
 
     @classmethod
     def unsupported_reason(cls, spec: LayerKVSpec, device: torch.device) -> str | None:
+        if spec.dtype == _NOT_CACHED:
+            return f"it caches no {spec.dtype}, which torch cannot write slot by slot"
         return None
 
     def kv_cache_shape(self, spec: LayerKVSpec, num_blocks: int) -> tuple[int, ...]:
@@ -43,27 +47,31 @@ class TorchBackend(AttentionBackend):
                 mask = mask.tril_(diagonal=seq_len - (end - start))  # bottom-right causal
             self._requests.append((start, end, seq_len, blocks, mask))
 
-    def write(self, k: Tensor, v: Tensor, kv_cache: Tensor) -> bool:
-        """Store the step's keys and values; whether all of them are finite."""
+    def write(self, k: Tensor, v: Tensor, kv_cache: Tensor) -> None:
+        """Store the step's keys and values."""
         num_tokens = len(self._slots)
         k, v = (x[:num_tokens].to(kv_cache.dtype) for x in (k, v))
         keys, values = kv_cache.flatten(1, 2)  # [num_slots, KVH, D] each
         keys.index_copy_(0, self._slots, k)
         values.index_copy_(0, self._slots, v)
-        return bool(torch.isfinite(k).all() and torch.isfinite(v).all())
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, out: Tensor) -> None:
-        # A mask multiplies by zero, and zero times NaN is NaN: tokens would be spoilt by one that
-        # comes after them, and with them other requests that share their blocks.
-        masks_hold = self.write(k, v, kv_cache)
+        self.write(k, v, kv_cache)
         for start, end, seq_len, blocks, mask in self._requests:
             gathered = kv_cache[:, blocks].flatten(1, 2)[:, :seq_len].to(q.dtype)  # [2, S, KVH, D]
-            if mask is None or masks_hold:
+            if mask is None:
                 out[start:end] = self._attend(q[start:end], gathered, mask)
                 continue
-            for token in range(start, end):
-                visible = gathered[:, : seq_len - (end - 1 - token)]
-                out[token : token + 1] = self._attend(q[token : token + 1], visible, None)
+            # A mask multiplies by zero, and zero times NaN is NaN: tokens would be spoilt by one
+            # that comes after them, and with them other requests that share their blocks. So what
+            # is not finite becomes zero, and spoils those who see it: itself and all behind. What
+            # is behind the queries' beginning alone can be hidden from any.
+            last = gathered[:, start - end :]
+            is_broken = ~torch.isfinite(last).all(3).all(2).all(0)  # [Q]
+            last.masked_fill_(is_broken[:, None, None], 0.0)
+            attended = self._attend(q[start:end], gathered, mask)
+            is_spoilt = is_broken.cumsum(0) > 0
+            out[start:end] = attended.masked_fill(is_spoilt[:, None, None], torch.nan)
 
     def _attend(self, q: Tensor, gathered: Tensor, mask: Tensor | None) -> Tensor:
         """q: [Q, H, D]; gathered: [2, S, KVH, D]; mask: [Q, S] bool. Returns [Q, H, D]."""

@@ -78,6 +78,8 @@ class TritonBackend(AttentionBackend):
             return f"it runs on cuda only, not on {device.type}"
         if find_spec("triton") is None:
             return "it needs the package triton, which is not installed"
+        if not torch.cuda.is_available():
+            return "torch finds no CUDA device"
         capability = torch.cuda.get_device_capability(device)
         return layer_reason(spec) or capability_reason(spec, capability)
 

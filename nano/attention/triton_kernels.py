@@ -101,6 +101,59 @@ def _fold(best, mass, total, next_best, next_mass, next_total):
     return merged, mass, total
 
 
+@triton.jit
+def _sum_range(
+    queries,  # [M, D]
+    cache,  # of this program's head
+    table,  # row of this program's request
+    position,  # [M]: where each query is, and the last position that it sees
+    begin,
+    end,  # what is behind is not in the cache
+    scale,
+    ROW: tl.constexpr,  # numbers between two slots of a head
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The state of rows over the positions of one range: best score [M], mass [M], total [M, D]."""
+    d = tl.arange(0, queries.shape[1])
+    best = tl.full([queries.shape[0]], float("-inf"), tl.float32)
+    mass = tl.zeros([queries.shape[0]], tl.float32)
+    total = tl.zeros(queries.shape, tl.float32)
+    for tile_start in range(begin, end, BLOCK_N):
+        n = tile_start + tl.arange(0, BLOCK_N)
+        is_cached = n < end
+        block = tl.load(table + n // BLOCK_SIZE, mask=is_cached, other=0)
+        slot = block.to(tl.int64) * (2 * BLOCK_SIZE) + n % BLOCK_SIZE
+        keys = cache + slot * ROW
+        key = tl.load(
+            keys[None, :] + d[:, None],
+            mask=is_cached[None, :] & (d < HEAD_DIM)[:, None],
+            other=0.0,
+        )
+        score = tl.dot(queries, key.to(queries.dtype), input_precision="ieee") * scale
+        is_visible = n[None, :] <= position[:, None]
+        score = tl.where(is_visible & is_cached[None, :], score, float("-inf"))
+        new_best = tl.maximum(best, tl.max(score, 1))
+        zero = tl.where(new_best == float("-inf"), 0.0, new_best)
+        weight = tl.exp2(score - zero[:, None])
+        kept = tl.exp2(best - zero)
+        value = tl.load(
+            keys[:, None] + (BLOCK_SIZE * ROW + d)[None, :],
+            mask=is_cached[:, None] & (d < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        mass = mass * kept + tl.sum(weight, 1)
+        total = tl.dot(
+            weight.to(queries.dtype),
+            value.to(queries.dtype),
+            total * kept[:, None],
+            input_precision="ieee",
+        )
+        best = new_best
+    return best, mass, total
+
+
 @triton.jit(do_not_specialize=["num_requests", "is_split", "num_tokens"])
 def attend(
     q,  # [T, KVH * GROUP, HEAD_DIM]
@@ -153,45 +206,23 @@ def attend(
     place = q + (token * q_token + head * q_head)[:, None] + d[None, :]
     queries = tl.load(place, mask=mask, other=0.0)
 
-    ROW: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_M], tl.float32)
     total = tl.zeros([BLOCK_M, D], tl.float32)
     for range_start in range(begin, end, RANGE):
-        range_best = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        range_mass = tl.zeros([BLOCK_M], tl.float32)
-        range_total = tl.zeros([BLOCK_M, D], tl.float32)
-        for tile_start in range(range_start, tl.minimum(range_start + RANGE, end), BLOCK_N):
-            n = tile_start + tl.arange(0, BLOCK_N)
-            is_cached = n < end
-            block = tl.load(table + request * table_row + n // BLOCK_SIZE, mask=is_cached, other=0)
-            slot = block.to(tl.int64) * (2 * BLOCK_SIZE) + n % BLOCK_SIZE
-            keys = cache + (slot * ROW + kv_head * HEAD_DIM)
-            key = tl.load(
-                keys[None, :] + d[:, None],
-                mask=is_cached[None, :] & (d < HEAD_DIM)[:, None],
-                other=0.0,
-            )
-            score = tl.dot(queries, key.to(queries.dtype), input_precision="ieee") * scale
-            is_visible = n[None, :] <= position[:, None]
-            score = tl.where(is_visible & is_cached[None, :], score, float("-inf"))
-            new_best = tl.maximum(range_best, tl.max(score, 1))
-            zero = tl.where(new_best == float("-inf"), 0.0, new_best)
-            weight = tl.exp2(score - zero[:, None])
-            kept = tl.exp2(range_best - zero)
-            value = tl.load(
-                keys[:, None] + (BLOCK_SIZE * ROW + d)[None, :],
-                mask=is_cached[:, None] & (d < HEAD_DIM)[None, :],
-                other=0.0,
-            )
-            range_mass = range_mass * kept + tl.sum(weight, 1)
-            range_total = tl.dot(
-                weight.to(queries.dtype),
-                value.to(queries.dtype),
-                range_total * kept[:, None],
-                input_precision="ieee",
-            )
-            range_best = new_best
+        range_best, range_mass, range_total = _sum_range(
+            queries,
+            cache + kv_head * HEAD_DIM,
+            table + request * table_row,
+            position,
+            range_start,
+            tl.minimum(range_start + RANGE, end),
+            scale,
+            NUM_KV_HEADS * HEAD_DIM,
+            HEAD_DIM,
+            BLOCK_SIZE,
+            BLOCK_N,
+        )
         best, mass, total = _fold(best, mass, total, range_best, range_mass, range_total)
 
     if is_split:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from nano.compile.request import CompileRequest
-from nano.compile.store import ArtifactStore
+from nano.compile.store import MANIFEST, ArtifactStore
 from nano.config import EngineConfig, add_engine_arguments, config_from_arguments
 from nano.errors import ConfigError, NanoError
 from nano.log import setup_logging
@@ -98,7 +98,7 @@ def _compile_ahead(config: EngineConfig) -> Path:
 
 
 def _explain(folder: Path, with_sources: bool) -> None:
-    from nano.compile.artifact import KERNELS_SOURCE, PIECES, Manifest  # torch
+    from nano.compile.artifact import Manifest, sources  # torch
 
     manifest = Manifest.read(folder)
     report = manifest.report
@@ -108,13 +108,13 @@ def _explain(folder: Path, with_sources: bool) -> None:
         print(f"  piece_{index}: used {num_uses} times, generated in {seconds:.1f} s")
     print(f"  traced in {report.trace_seconds:.1f} s, C++ in {report.compiler_seconds:.1f} s")
     print(f"  {len(manifest.kernels)} kernels, {len(manifest.weights)} weights")
-    for file in sorted(folder.iterdir()):
-        print(f"  {file.name}: {file.stat().st_size} bytes")
+    for name in (*manifest.digests, MANIFEST):
+        print(f"  {name}: {(folder / name).stat().st_size} bytes")
     for name, value in manifest.factors.items():
         print(f"  {name} = {value}")
     if with_sources:
-        for name in (PIECES, KERNELS_SOURCE):
-            print(f"\n# ---- {name}\n{(folder / name).read_text()}")
+        for file in sources(folder):
+            print(f"\n# ---- {file.relative_to(folder)}\n{file.read_text()}")
 
 
 if __name__ == "__main__":

@@ -30,6 +30,10 @@ from nano.log import get_logger
 
 logger = get_logger(__name__)
 
+# Half a minute of a busy engine: a size of one step in a hundred has been seen twenty times.
+_FIRST_STEPS = 2000
+_WORTH_CAPTURING = 0.05  # of all tokens: captures take seconds, in which steps run eagerly
+
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
@@ -77,6 +81,7 @@ class CudaGraphs:
         )
         self.context = ForwardContext(self._attention, context.kv_caches)
         self._waiting = keys.capture_order()
+        self._num_steps_to_see = _FIRST_STEPS
 
     @property
     def shapes(self) -> Mapping[StepShape, int]:
@@ -127,10 +132,42 @@ class CudaGraphs:
             pass
         logger.info("captured %d steps as graphs", len(self._captured))
 
-    def forget(self) -> None:
-        """Drop every graph, to be captured anew: `forward` computes in another way now."""
+    def forget(self, pool: GraphPool, keys: GraphKeys | None = None) -> None:
+        """Drop every graph, to be captured anew: `forward` computes in another way now, or there
+        are better `keys`.
+
+        `pool` is a new one: CUDA lets nobody capture into a pool that no graph is left in.
+        """
         self._captured.clear()
+        self._attention.forget_graphs()
+        self._pool = pool
+        self._attention.keys = keys or self._attention.keys
         self._waiting = self._attention.keys.capture_order()
+
+    def better_keys(self) -> GraphKeys | None:
+        """Keys by which the steps seen so far would be padded so much less that it is worth
+        capturing all graphs anew. None while there are too few steps to tell.
+
+        Looks again whenever their number has doubled, so a load that changes to and fro costs few
+        captures.
+        """
+        shapes, keys = self.shapes, self._attention.keys
+        num_steps = sum(shapes.values())
+        if self._waiting or num_steps < self._num_steps_to_see:
+            return None
+        self._num_steps_to_see = 2 * num_steps
+        fitted = keys.fitted(shapes)
+        old, new = (x.num_padding_tokens(shapes) for x in (keys, fitted))
+        num_tokens = sum(count * shape.num_tokens for shape, count in shapes.items())
+        if old - new < _WORTH_CAPTURING * num_tokens:
+            return None
+        logger.info(
+            "graphs: other sizes pad the %d steps so far with %d tokens instead of %d",
+            num_steps,
+            new,
+            old,
+        )
+        return fitted
 
     @torch.inference_mode()
     def _capture(self, key: GraphKey) -> CapturedStep:

@@ -8,11 +8,11 @@ Mode names are vLLM's.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nano.attention.backend import AttentionMetadata, GraphSupport
-from nano.compile.graph_buckets import best_buckets, bucket_of, ladder
+from nano.compile.graph_buckets import bucket_of, fitted_buckets, ladder
 from nano.config import GraphMode
 
 _WITH_PIECES = ("PIECEWISE", "FULL_AND_PIECEWISE")
@@ -85,37 +85,47 @@ class GraphKeys:
         max_num_tokens: int,
         max_num_requests: int,
         query_lens: Iterable[int] = (1,),
+        sizes: Sequence[int] = (),
     ) -> "GraphKeys":
-        """The default ladders, within the sizes that steps can have. `mode` is a settled one."""
-        largest = min(max_num_tokens, MAX_GRAPH_TOKENS)
-        most = {query_len: min(max_num_requests, largest // query_len) for query_len in query_lens}
+        """The default ladders, or those of `sizes` (in tokens, any order; full graphs are rounded
+        up to whole queries), within the sizes that steps can have. `mode` is a settled one."""
+        largest = max_num_tokens if sizes else min(max_num_tokens, MAX_GRAPH_TOKENS)
+        pieces = sorted({size for size in sizes if size <= largest}) if sizes else ladder(largest)
+        full: dict[int, tuple[int, ...]] = {}
+        for query_len in sorted(query_lens):
+            most = min(max_num_requests, largest // query_len)
+            wanted = {-(-size // query_len) for size in sizes}
+            found = [n for n in sorted(wanted) if n <= most] if sizes else ladder(most)
+            if most and found:
+                full[query_len] = tuple(found)
         return cls(
-            ladder(largest) if mode in _WITH_PIECES else (),
-            {q: ladder(most[q]) for q in sorted(most) if most[q] and mode in _WITH_FULL},
+            tuple(pieces) if mode in _WITH_PIECES else (), full if mode in _WITH_FULL else {}
         )
 
-    @classmethod
-    def of_shapes(
-        cls,
-        mode: GraphMode,
-        shapes: Mapping[StepShape, int],
-        num_buckets: int,
-        query_lens: Iterable[int] = (1,),
-    ) -> "GraphKeys":
-        """Those that pad steps like the observed ones least: `num_buckets` for mixes, and as many
-        for each query length. `shapes`: how often each was seen."""
+    def fitted(self, shapes: Mapping[StepShape, int]) -> "GraphKeys":
+        """As many graphs of each kind, for the same steps, that pad those observed less.
+
+        `shapes`: how often each was seen.
+        """
         pieces: Counter[int] = Counter()
-        full: dict[int, Counter[int]] = {query_len: Counter() for query_len in sorted(query_lens)}
+        full: dict[int, Counter[int]] = {query_len: Counter() for query_len in self.request_buckets}
         for shape, count in shapes.items():
-            if shape.num_tokens > MAX_GRAPH_TOKENS:
+            key = self.dispatch(shape).key
+            if key is None:
                 continue
-            if mode in _WITH_FULL and shape.is_uniform and shape.query_len in full:
+            if key.is_full:
                 full[shape.query_len][shape.num_requests] += count
-            elif mode in _WITH_PIECES:
+            else:
                 pieces[shape.num_tokens] += count
-        return cls(
-            best_buckets(pieces, num_buckets),
-            {q: best_buckets(full[q], num_buckets) for q in full if full[q]},
+        return GraphKeys(
+            fitted_buckets(self.token_buckets, pieces),
+            {q: fitted_buckets(self.request_buckets[q], full[q]) for q in full},
+        )
+
+    def num_padding_tokens(self, shapes: Mapping[StepShape, int]) -> int:
+        """That such steps would be padded with."""
+        return sum(
+            count * self.dispatch(shape).num_padding_tokens for shape, count in shapes.items()
         )
 
     def dispatch(self, shape: StepShape) -> Dispatch:

@@ -45,7 +45,7 @@ class GraphedAttention(AttentionBackend):
         self.keys = keys
         self._captured = captured
         self.step = Dispatch(None)  # as planned last
-        self.shapes: Counter[StepShape] = Counter()  # seen so far: what `GraphKeys.of_shapes` takes
+        self.shapes: Counter[StepShape] = Counter()  # planned so far, of those small enough
         self._cut: Callable[[AttentionCall], None] | None = None
         size, max_blocks = keys.max_num_tokens, -(-max_model_len // inner.block_size)
         self._input_ids = torch.zeros(size, dtype=torch.int32, device=device)
@@ -93,6 +93,9 @@ class GraphedAttention(AttentionBackend):
             ),
             key,
         )
+
+    def forget_graphs(self) -> None:
+        self.inner.forget_graphs()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, out: Tensor) -> None:
         if self._cut is None:

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nano.attention.backend import AttentionBackend
+from nano.attention.backend import AttentionBackend, AttentionSetup
 from nano.attention.op import ForwardContext, attend
 from nano.attention.select import select_backend
 from nano.checkpoint.hf_config import load_decoder_config
 from nano.compile.artifact import ForwardFn
-from nano.compile.compile_model import CompiledModel, CompileTarget
+from nano.compile.compile_model import CompiledModel, CompileTarget, Progress
 from nano.compile.cuda_graphs import CudaGraphs
 from nano.compile.graph_keys import GraphKeys, settle_mode
 from nano.compile.request import CompileRequest
@@ -27,6 +27,7 @@ from nano.layers.native_kernels import NativeKernels
 from nano.layers.select import select_kernels
 from nano.log import get_logger
 from nano.model_input.input_batch import InputBatchBuilder
+from nano.model_input.own_drafts import OwnDrafts
 from nano.model_input.request_states import MakeEdits, RequestStates, no_edits
 from nano.models.weights import load_model, storage_formats
 from nano.sampling.sampler import Sampler
@@ -88,9 +89,11 @@ class LoadedModel:
 
     @property
     def kernels_name(self) -> str:
-        """As the numerics id knows them: with the mode, unless eager and compiled agree on bits."""
-        name = self.kernels.name
-        return name if self._agrees_compiled else f"{name}, {self.forward.mode}"
+        """As the numerics id knows them: with the mode, unless eager and compiled agree on bits,
+        and with the GPU."""
+        if self._agrees_compiled:
+            return self.kernels.name
+        return ", ".join([self.kernels.name, self.forward.mode, *self.device.traits.values()])
 
     @property
     def _agrees_compiled(self) -> bool:
@@ -99,11 +102,14 @@ class LoadedModel:
     def new_backend(self) -> AttentionBackend:
         """One for each context that plans steps of its own."""
         return self._backend_class.for_model(
-            self.config.kv_cache.block_size,
-            self.kv_layers[0],
-            self.model.config.num_heads,
-            getattr(torch, self.config.model.dtype),
-            self.device.torch_device,
+            AttentionSetup(
+                self.config.kv_cache.block_size,
+                self.kv_layers[0],
+                self.model.config.num_heads,
+                getattr(torch, self.config.model.dtype),
+                self.device.torch_device,
+                self.config.attention.kv_split,
+            )
         )
 
     def allocate_kv(self, num_blocks: int) -> list[Tensor]:
@@ -144,8 +150,9 @@ class LoadedModel:
             context=ForwardContext(self.backend, kv_caches),
             states=states,
             batch_builder=batch_builder,
-            sampler=sampler or Sampler(self.config.model.logprobs_mode),
+            sampler=sampler or Sampler(self.config.model.logprobs_mode, transfers=self.device),
             proposers=proposers,
+            own_drafts=OwnDrafts(shows_all=not self.config.scheduler.async_scheduling),
         )
 
     def add_graphs(
@@ -166,7 +173,7 @@ class LoadedModel:
         mode, why = settle_mode(
             "FULL_AND_PIECEWISE" if wanted == "auto" else wanted,
             context.backend.graph_support,
-            context.backend.name,
+            context.backend.numerics_name,
         )
         logger.log(
             INFO if wanted in ("auto", mode) else WARNING,
@@ -176,16 +183,42 @@ class LoadedModel:
         )
         if mode == "NONE":
             return self.forward, context
+        sizes = self.config.compile.cudagraph_capture_sizes
+        if sizes and max(sizes) > max_num_tokens:
+            logger.warning(
+                "cudagraph_capture_sizes: steps have %d tokens at most; larger sizes are left out",
+                max_num_tokens,
+            )
         graphs = CudaGraphs(
             self.forward,
             context,
-            GraphKeys.of_mode(mode, max_num_tokens, max_num_requests, query_lens),
+            GraphKeys.of_mode(mode, max_num_tokens, max_num_requests, query_lens, sizes),
             self.device.graph_pool(),
             device=self.device.torch_device,
             max_model_len=self.max_model_len,
         )
         self.graphs.append(graphs)
         return graphs, graphs.context
+
+    def poll(self) -> Progress | None:
+        """`CompiledModel.poll`. Graphs hold what was computed with at their capture: where that
+        has changed, they are to be captured anew."""
+        mode = self.forward.mode
+        progress = self.forward.poll()
+        if self.forward.mode != mode:
+            for graphs in self.graphs:
+                graphs.forget(self.device.graph_pool())
+        return progress
+
+    def fit_graphs(self) -> None:
+        """Exchange the graphs for such as the steps so far ask for, where that is worth it and
+        nobody has told their sizes. While nothing is computed: they are to be captured anew."""
+        if self.config.compile.cudagraph_capture_sizes:
+            return
+        for graphs in self.graphs:
+            keys = graphs.better_keys()
+            if keys is not None:
+                graphs.forget(self.device.graph_pool(), keys)
 
     def _compile_target(self) -> CompileTarget:
         config = self.model.config
@@ -206,6 +239,8 @@ class LoadedModel:
                 inputs={"input_ids": "int32", "positions": "int64"},  # as in InputBatch
                 split_ops=("nano::attention",),
                 skeleton=dump_skeleton(self.model),
+                device=str(self.device.torch_device),
+                device_traits=self.device.traits,
             ),
             split_ops={"nano::attention": attend},
             probe=self.probe.hidden,
@@ -221,4 +256,4 @@ def kv_dtype(config: EngineConfig) -> str:
     if computed == "float64":
         # A kernel that serves such a cache may not compute in float64.
         raise ConfigError(f"kv_cache_dtype={told} needs dtype float32, not {computed}")
-    return told
+    return "float8_e4m3fn" if told in ("fp8", "fp8_e4m3") else told

@@ -2,6 +2,7 @@
 
 import hashlib
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,8 @@ import torch
 from nano.attention.backend import AttentionBackend
 from nano.checkpoint.fingerprint import weights_fingerprint
 from nano.compile.compile_model import Progress
-from nano.config import EngineConfig
-from nano.device import make_device
+from nano.config import CompileOptions, EngineConfig
+from nano.device import Device, make_device
 from nano.device.memory import MemoryMeter
 from nano.errors import ConfigError
 from nano.kv_spec import KVCacheConfig, LayerKVSpec
@@ -55,10 +56,15 @@ class WorkerInfo:
 class Worker:
     """Owns the models of one device, their KV cache and the model runner."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """`config` is resolved. Nothing heavy happens before `load`."""
+    def __init__(self, config: EngineConfig, device: Device | None = None) -> None:
+        """`config` is resolved. device: None is the one it names. Nothing heavy happens here.
+
+        Raises `ConfigError`.
+        """
         self.config = config
-        self.device = make_device(config.device.kind, config.device.num_threads)
+        self.device = device or make_device(config.device.kind, config.device.num_threads)
+        if not self.device.supports_graphs:
+            _refuse_graphs(config.compile)
         self._last_step_seconds = 0.0
 
     def load(self, *, show_progress: bool = True) -> WorkerInfo:
@@ -83,10 +89,18 @@ class Worker:
                 max_num_requests,
                 token_budget,
             )
+        if config.kv_cache.dtype in ("fp8", "fp8_e4m3"):
+            logger.info(
+                "kv_cache_dtype: %s is float8_e4m3fn with a scale of 1: keys and values keep 3 "
+                "bits of mantissa, and nothing larger than 448 fits",
+                config.kv_cache.dtype,
+            )
         layers = [*self.target.kv_layers, *self.speculation.proposers.kv_layers()]
         query_lens = self.speculation.query_lens
+        self.speculation.measure_passes(token_budget)
         if meter is not None:
             measure_step_memory(meter, self.target, token_budget, max_num_requests, query_lens)
+            self.speculation.measure_memory(meter, max_num_requests)
         num_blocks = self._num_blocks(layers, max_num_requests, meter)
         self.runner = self.target.make_runner(
             self.speculation.proposers,
@@ -96,7 +110,7 @@ class Worker:
             self.speculation.sampler,
             processors.start,
         )
-        self.speculation.bind(self.runner, num_blocks, token_budget)
+        self.speculation.bind(self.runner, num_blocks)
         verification_seconds = cost.verification_seconds
         if self.speculation.is_configured:
             verification_seconds = measure_verification(probe, config.model.max_model_len)
@@ -122,6 +136,7 @@ class Worker:
                 self.target.backend,
                 self.target.kernels_name,
                 storage_formats(self.target.model),
+                self.device.traits,
             ),
         )
 
@@ -138,8 +153,9 @@ class Worker:
 
     def idle(self) -> None:
         """Use a moment in which there is nothing to execute."""
-        if self._poll() is None:
-            self._capture_next()
+        if self._poll() is None and not self._capture_next():
+            for loaded in self._loaded:
+                loaded.fit_graphs()
 
     def close(self) -> None:
         """End what runs on the side. Safe to call twice."""
@@ -153,7 +169,7 @@ class Worker:
     def _poll(self) -> Progress | None:
         """Let one model after the other come by its compiled pieces."""
         for loaded in self._loaded:
-            progress = loaded.forward.poll()
+            progress = loaded.poll()
             if progress is not None:
                 return progress
         return None
@@ -209,12 +225,27 @@ class Worker:
         return num_blocks
 
 
+def _refuse_graphs(options: CompileOptions) -> None:
+    """Raises `ConfigError` where graphs are asked for, of a device that has none."""
+    for name, value in (
+        ("cudagraph_mode", options.cudagraph_mode),
+        ("cudagraph_capture_sizes", options.cudagraph_capture_sizes),
+    ):
+        if value and value not in ("auto", "NONE"):
+            raise ConfigError(f"{name}={value} needs device=cuda: a CPU has no graphs")
+
+
 def numerics_id(
-    config: EngineConfig, backend: AttentionBackend, kernels: str, weights_storage: str
+    config: EngineConfig,
+    backend: AttentionBackend,
+    kernels: str,
+    weights_storage: str,
+    device_traits: Mapping[str, str],
 ) -> str:
     """Names how numbers come about: weights, kernels, machine. Same id, same bits.
 
     `weights_storage`: how many matrices are kept in which format, as `storage_formats` says it.
+    `device_traits`: as the device says them; libraries choose kernels by the GPU.
     It roots the block-hash chain and is the OpenAI `system_fingerprint`.
     """
     factors = (
@@ -222,11 +253,12 @@ def numerics_id(
         f"load_format={config.model.load_format}",
         f"dtype={config.model.dtype}",
         f"max_model_len={config.model.max_model_len}",  # the base of dynamic RoPE
-        f"attention={backend.name}",
+        f"attention={backend.numerics_name}",
         f"kv_cache={kv_dtype(config)}",
         f"layers={kernels}",
         f"weights storage={weights_storage}",
         f"torch={torch.__version__}",
         f"cpu={torch.backends.cpu.get_cpu_capability()}",
+        *(f"{name}={value}" for name, value in device_traits.items()),
     )
     return "nano-" + hashlib.sha256("|".join(factors).encode()).hexdigest()[:16]

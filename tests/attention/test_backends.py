@@ -1,6 +1,7 @@
 """Every backend against plain softmax on ragged batches; what is written where; which is chosen."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from nano.attention.op import ForwardContext, attend, attention, forward_context
 from nano.attention.reference_backend import ReferenceBackend
 from nano.attention.select import select_backend
 from nano.attention.torch_backend import TorchBackend
+from nano.device.recording_graph import RecordingPool
 from nano.errors import ConfigError
 from nano.kv_spec import LayerKVSpec
 from tests.attention.sequences import SPEC, Sequences, ragged
@@ -97,6 +99,30 @@ def test_a_token_that_is_not_a_number_spoils_neither_those_before_it_nor_its_nei
 
 
 @pytest.mark.parametrize(("backend", "spec", "close"), BACKENDS)
+def test_in_a_later_chunk_it_spoils_those_that_see_it_and_in_the_next_all(backend, spec, close):
+    sequences = {bad: Sequences([50], backend, spec) for bad in (False, True)}
+    sequences[True].v[0][33] = float("nan")
+    for start, end, num_good in ((0, 30, 30), (30, 40, 3), (40, 41, 0), (41, 50, 0)):
+        clean, spoilt = (sequences[bad].step([(0, start, end)]) for bad in (False, True))
+        torch.testing.assert_close(spoilt[:num_good], clean[:num_good], rtol=close, atol=close)
+        assert spoilt[num_good:].isnan().all()
+
+
+def test_torch_computes_a_step_without_reading_the_device_on_the_host():
+    sequences, ranges = ragged(TorchBackend, SPEC, 16)
+    q, k, v = (sequences.gather(x, ranges) for x in (sequences.q, sequences.k, sequences.v))
+    sequences.plan(ranges)
+    pool, out = RecordingPool(), torch.empty_like(q)
+    with pool.capturing():
+        graph = pool.new_graph()
+        graph.begin()  # from here on it is refused
+        sequences.backend.forward(q, k, v, sequences.cache, out)
+        graph.end()
+    wanted = torch.cat([sequences.expected(i)[start:end] for i, start, end in ranges])
+    torch.testing.assert_close(out, wanted)
+
+
+@pytest.mark.parametrize(("backend", "spec", "close"), BACKENDS)
 def test_the_cache_takes_the_memory_that_its_spec_says(backend, spec, close):
     for block_size in (1, 5, 16):
         cache = Sequences([40], backend, spec, block_size).cache
@@ -174,6 +200,17 @@ def test_selection_takes_the_first_that_serves_and_says_why_a_wanted_one_cannot(
     odd = dataclasses.replace(FLOAT32, head_dim=12)
     with pytest.raises(ConfigError, match="a head_dim that is a multiple of 8, not 12"):
         select_backend("cpu", [odd], CPU)
+
+
+def test_a_cpu_caches_no_float8_and_says_so():
+    float8 = dataclasses.replace(SPEC, dtype="float8_e4m3fn")
+    reason = (
+        "no attention backend serves this model: cpu: it caches float32 or bfloat16 only, not "
+        "float8_e4m3fn | torch: it caches no float8_e4m3fn, which torch cannot write slot by slot"
+    )
+    for numerics in ("exact", "fast"):
+        with pytest.raises(ConfigError, match=re.escape(reason)):
+            select_backend("auto", [float8], CPU, numerics)
 
 
 def test_numerics_choose_between_the_torch_backends():

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from nano.attention import flashinfer_backend
-from nano.attention.backend import PAD_SLOT, AttentionMetadata
-from nano.attention.flashinfer_backend import FlashInferBackend, KVSplit
+from nano.attention.backend import PAD_SLOT, AttentionMetadata, AttentionSetup, GraphSupport
+from nano.attention.flashinfer_backend import FlashInferBackend
 from nano.attention.reference_backend import ReferenceBackend
 from nano.attention.select import select_backend
 from nano.attention.torch_backend import TorchBackend
-from nano.config import EngineConfig
+from nano.config import EngineConfig, KVSplit
 from nano.errors import ConfigError
 from nano.kv_spec import LayerKVSpec
 from tests.attention.flashinfer_model import DecodeWrapper, Misuse, ModelRuntime
@@ -48,15 +48,8 @@ class Pair:
         self.spec, self.block_size = spec, block_size
 
         def make(block_size: int, scale: float) -> FlashInferBackend:
-            return FlashInferBackend(
-                block_size,
-                spec,
-                num_heads,
-                self.dtype,
-                CPU,
-                kv_split=kv_split,
-                runtime=self.runtime,
-            )
+            setup = AttentionSetup(block_size, spec, num_heads, self.dtype, CPU, kv_split)
+            return FlashInferBackend(setup, self.runtime)
 
         self.ours = Sequences(lengths, make, spec, block_size, num_heads)  # type: ignore[arg-type]
         self.ours.dtype = self.dtype
@@ -305,10 +298,11 @@ def test_how_kv_is_split_is_told_to_every_wrapper(kv_split, told):
     pair = Pair([4], kv_split=kv_split)
     pair.start([4])
     wrappers = pair.runtime.wrappers
-    if kv_split == "fixed":
-        with pytest.raises(ConfigError, match="'fixed' excludes full CUDA graphs"):
-            pair.backend.reserve_graph(1, 1, max_blocks=1)
+    assert pair.backend.numerics_name == f"flashinfer, kv split {kv_split}"
+    if kv_split == "fixed":  # a graph has a fixed number of thread blocks
+        assert pair.backend.graph_support == GraphSupport.PIECEWISE
     else:
+        assert pair.backend.graph_support == GraphSupport.FULL_DECODE
         pair.backend.reserve_graph(1, 1, max_blocks=1)
         graph_step(pair, [(0, 3, 4)], 1)
         assert len(wrappers) == 2
@@ -349,7 +343,7 @@ def test_a_graph_is_planned_for_uniform_steps_only():
 )
 def test_models_of_other_dtypes_are_refused(spec, dtype, reason):
     with pytest.raises(ConfigError, match=reason):
-        FlashInferBackend(16, spec, 6, dtype, CPU, runtime=ModelRuntime())
+        FlashInferBackend(AttentionSetup(16, spec, 6, dtype, CPU), ModelRuntime())
 
 
 @pytest.fixture
@@ -434,10 +428,16 @@ def test_a_gpu_backend_can_be_asked_for_and_is_refused_on_a_cpu(name):
 
 def test_a_backend_is_made_for_a_model(monkeypatch):
     monkeypatch.setattr(flashinfer_backend, "CudaRuntime", lambda device: ModelRuntime())
-    backend = FlashInferBackend.for_model(16, SPEC, 6, torch.bfloat16, CPU)
-    assert backend.scale == 64**-0.5
-    reference = ReferenceBackend.for_model(16, SPEC, 6, torch.bfloat16, CPU)
+    setup = AttentionSetup(16, SPEC, 6, torch.bfloat16, CPU)
+    backend = FlashInferBackend.for_model(setup)
+    assert (backend.scale, backend.numerics_name) == (64**-0.5, "flashinfer, kv split scheduler")
+    reference = ReferenceBackend.for_model(setup)
     assert (reference.block_size, reference.scale) == (16, 64**-0.5)
+    assert reference.numerics_name == "reference"
+    split = dataclasses.replace(setup, kv_split="none")
+    assert FlashInferBackend.for_model(split).numerics_name == "flashinfer, kv split none"
+    with pytest.raises(ConfigError, match="attention_kv_split=none is for flashinfer; reference"):
+        ReferenceBackend.for_model(split)
 
 
 class Calls:

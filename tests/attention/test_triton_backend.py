@@ -131,3 +131,9 @@ def test_it_is_refused_on_a_cpu_with_the_reason():
     )
     with pytest.raises(ConfigError, match="triton: it runs on cuda only, not on cpu"):
         select_backend("triton", [SPEC], torch.device("cpu"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_by_itself():
+    reason = TritonBackend.unsupported_reason(SPEC, torch.device("cuda"))
+    assert reason == "torch finds no CUDA device"

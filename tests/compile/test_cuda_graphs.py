@@ -1,6 +1,6 @@
 """A model run through graphs equals the eager model, bit for bit; and what graphs are made of.
 
-The graphs are recorded ones (recording_graph.py): strict about what a real graph would not notice.
+The graphs are recorded ones, strict about what a real graph would not notice.
 """
 
 import dataclasses
@@ -15,20 +15,20 @@ from torch import Tensor
 from nano.attention.backend import AttentionBackend, AttentionMetadata
 from nano.attention.op import ForwardContext, attention, forward_context
 from nano.attention.reference_backend import ReferenceBackend
+from nano.compile import cuda_graphs
 from nano.compile.artifact import ForwardFn
 from nano.compile.cuda_graphs import CudaGraphs
 from nano.compile.graph_keys import GraphKey, GraphKeys
 from nano.config import EngineConfig
 from nano.device import CpuDevice
+from nano.device.recording_graph import RecordingPool
 from nano.kv_spec import LayerKVSpec
 from nano.layers.native_kernels import NativeKernels
 from nano.resolve import resolve
 from nano.spec.proposers import Proposers
 from nano.worker.loaded_model import LoadedModel
 from nano.worker.model_runner import ModelRunner
-from tests.compile.capturable_backend import CapturableCpuBackend
 from tests.compile.random_steps import RandomSteps
-from tests.compile.recording_graph import RecordingPool
 from tests.tiny import VOCAB_SIZE, make_checkpoint
 
 CPU = torch.device("cpu")
@@ -134,7 +134,7 @@ def foretold(loaded: LoadedModel) -> dict[str, list[int]]:
     "keys", [KEYS, PIECEWISE_ONLY, FULL_ONLY, GraphKeys()], ids=["both", "pieces", "full", "none"]
 )
 def test_steps_of_any_mix_equal_the_eager_model_bit_for_bit(loaded, foretold, keys, seed):
-    eager, graphed = make_runner(loaded), make_runner(loaded, CapturableCpuBackend)
+    eager, graphed = make_runner(loaded), make_runner(loaded)
     graphs, pool = add_graphs(loaded, graphed, keys)
     graphs.capture_all()
     assert graphs.captured == keys.capture_order()
@@ -162,7 +162,7 @@ def test_a_backend_that_cannot_be_captured_serves_pieces(loaded, foretold):
 
 
 def test_a_piecewise_step_is_cut_at_every_attention_and_a_full_one_nowhere(loaded):
-    graphs, pool = add_graphs(loaded, make_runner(loaded, CapturableCpuBackend), KEYS)
+    graphs, pool = add_graphs(loaded, make_runner(loaded), KEYS)
     graphs.capture_all()
     num_pieces = len(KEYS.token_buckets)
     assert pool.num_graphs[:num_pieces] == [NUM_LAYERS + 1] * num_pieces
@@ -170,7 +170,7 @@ def test_a_piecewise_step_is_cut_at_every_attention_and_a_full_one_nowhere(loade
 
 
 def test_steps_may_be_captured_while_requests_run(loaded, foretold):
-    eager, graphed = make_runner(loaded), make_runner(loaded, CapturableCpuBackend)
+    eager, graphed = make_runner(loaded), make_runner(loaded)
     graphs, _ = add_graphs(loaded, graphed, KEYS)
     compare(make_steps(loaded, 7, foretold), eager, graphed, 40, between=graphs.capture_next)
     assert graphs.captured == KEYS.capture_order()
@@ -179,7 +179,7 @@ def test_steps_may_be_captured_while_requests_run(loaded, foretold):
 
 
 def test_what_a_step_returns_lies_in_the_pool_and_not_in_the_padding(loaded):
-    runner = make_runner(loaded, CapturableCpuBackend)
+    runner = make_runner(loaded)
     graphs, pool = add_graphs(loaded, runner, PIECEWISE_ONLY)
     graphs.capture_all()
     plan = make_steps(loaded, 0).plan(3)
@@ -195,18 +195,18 @@ def test_a_swapped_forward_is_seen_once_its_graphs_are_forgotten(loaded):
     def forward(input_ids: Tensor, positions: Tensor) -> Tensor:
         return loaded.model.forward(input_ids, positions) * scale[0]
 
-    eager, graphed = make_runner(loaded), make_runner(loaded, CapturableCpuBackend)
+    eager, graphed = make_runner(loaded), make_runner(loaded)
     graphs, _ = add_graphs(loaded, graphed, PIECEWISE_ONLY, forward=forward)
     graphs.capture_all()
     eager.model_forward = forward
     scale[0] = 2.0  # which the graphs do not read
     with pytest.raises(AssertionError):
         compare(make_steps(loaded, 0), eager, graphed, 1)
-    eager, graphed = make_runner(loaded), make_runner(loaded, CapturableCpuBackend)
+    eager, graphed = make_runner(loaded), make_runner(loaded)
     eager.model_forward = forward
     graphs, _ = add_graphs(loaded, graphed, PIECEWISE_ONLY, forward=forward)
     graphs.capture_all()
-    graphs.forget()
+    graphs.forget(RecordingPool())
     assert graphs.captured == []
     scale[0] = 3.0
     graphs.capture_all()
@@ -214,9 +214,48 @@ def test_a_swapped_forward_is_seen_once_its_graphs_are_forgotten(loaded):
     assert graphs.counts.num_piecewise > 0
 
 
+def test_graphs_of_sizes_that_pad_less_say_the_same(loaded, foretold, monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "_FIRST_STEPS", 40)
+    eager, graphed = make_runner(loaded), make_runner(loaded)
+    graphs, pool = add_graphs(loaded, graphed, KEYS)
+    graphs.capture_all()
+    steps = make_steps(loaded, 3, foretold)
+    compare(steps, eager, graphed, 39, num_drafts=2)
+    assert graphs.better_keys() is None  # too few steps to tell
+    compare(steps, eager, graphed, 1, num_drafts=2)
+    num_in_40_steps = graphs.counts.num_padding_tokens
+    keys = graphs.better_keys()
+    assert keys is not None
+    assert graphs.better_keys() is None  # not before there are twice as many
+    assert keys.num_padding_tokens(graphs.shapes) < KEYS.num_padding_tokens(graphs.shapes)
+
+    graphs.forget(again := RecordingPool(), keys)
+    num_captures = len(pool.num_graphs)
+    compare(steps, eager, graphed, 10, num_drafts=2, between=graphs.capture_next)
+    graphs.capture_all()
+    assert graphs.captured == keys.capture_order()  # the largest first
+    assert len(again.num_graphs) == num_captures == len(pool.num_graphs)
+    counts = graphs.counts
+    num_before, num_full = counts.num_padding_tokens, counts.num_full
+    compare(steps, eager, graphed, 40, num_drafts=2)
+    assert counts.num_full - num_full > 20
+    assert counts.num_padding_tokens - num_before < num_in_40_steps / 2
+    assert again.num_replays > 20
+
+
+def test_keys_that_pad_hardly_less_are_not_worth_capturing(monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "_FIRST_STEPS", 100)
+    graphs, _ = graphs_of(small_forward, GraphKeys((), {1: (1, 4, 32)}))
+    for num_requests, count in ((4, 95), (3, 4), (1, 1)):
+        for _ in range(count):
+            graphs.context.backend.plan(decode_step(num_requests))
+    graphs.capture_all()
+    assert graphs.better_keys() is None
+
+
 def test_a_weight_that_moves_after_the_capture_is_noticed(tmp_path):
     loaded = load(make_checkpoint(tmp_path / "m"))
-    runner = make_runner(loaded, CapturableCpuBackend)
+    runner = make_runner(loaded)
     graphs, _ = add_graphs(loaded, runner, PIECEWISE_ONLY)
     graphs.capture_all()
     weight = loaded.model.norm.weight

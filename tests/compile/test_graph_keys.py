@@ -163,30 +163,59 @@ def test_full_graphs_hold_no_more_tokens_than_pay():
     assert GraphKeys.of_mode("FULL_DECODE_ONLY", 4, 8, (1, 5)).request_buckets == {1: (1, 2, 4)}
 
 
-def test_buckets_of_observed_shapes_serve_these_and_pad_less_than_as_many_others():
-    generator = random.Random(5)
+def test_sizes_that_are_told_are_those_of_the_graphs():
+    sizes = (64, 8, 5, 1, 900)
+    keys = GraphKeys.of_mode("FULL_AND_PIECEWISE", 600, 40, (1, 5), sizes)
+    assert keys.token_buckets == (1, 5, 8, 64)
+    assert keys.request_buckets == {1: (1, 5, 8), 5: (1, 2, 13)}  # 13 x 5 hold 64 tokens
+    assert GraphKeys.of_mode("PIECEWISE", 600, 40, (1, 5), sizes).request_buckets == {}
+    assert GraphKeys.of_mode("FULL_DECODE_ONLY", 600, 40, (1,), (50,)) == GraphKeys()
+
+
+def observed(seed: int) -> dict[StepShape, int]:
+    generator = random.Random(seed)
     shapes: dict[StepShape, int] = {}
     for _ in range(300):
         shape = step(*[generator.choice((1, 3))] * generator.randint(1, 20))
         if generator.random() < 0.3:
             shape = step(1, generator.randint(2, 90))
         shapes[shape] = shapes.get(shape, 0) + 1
-    for mode in ("PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"):
-        keys = GraphKeys.of_shapes(mode, shapes, 6, (1, 3))
-        assert len(keys.token_buckets) == (0 if mode == "FULL_DECODE_ONLY" else 6)
-        assert set(keys.request_buckets) == (set() if mode == "PIECEWISE" else {1, 3})
-        evenly = GraphKeys((*range(15, 91, 15), 91), dict.fromkeys((1, 3), (3, 6, 10, 13, 17, 20)))
-        total = even = 0
-        for shape, count in shapes.items():
-            dispatch = keys.dispatch(shape)
-            assert dispatch.key or mode == "FULL_DECODE_ONLY"
-            if dispatch.key and mode == "FULL_AND_PIECEWISE":
-                assert dispatch.key.is_full == shape.is_uniform
-                total += count * dispatch.num_padding_tokens
-                even += count * evenly.dispatch(shape).num_padding_tokens
-        assert total <= even
+    return shapes
 
 
-def test_observed_steps_that_are_too_large_for_a_graph_get_none():
-    keys = GraphKeys.of_shapes("FULL_AND_PIECEWISE", {step(4000): 9, step(1, 8): 1}, 4)
-    assert keys == GraphKeys((9,), {})
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_fitted_keys_are_as_many_graphs_for_the_same_steps_and_pad_them_less(mode, seed):
+    keys, shapes = GraphKeys.of_mode(mode, 64, 16, (1, 3)), observed(seed)
+    fitted = keys.fitted(shapes)
+    assert fitted.num_padding_tokens(shapes) < 0.7 * keys.num_padding_tokens(shapes)
+    for shape in shapes:
+        old, new = keys.dispatch(shape), fitted.dispatch(shape)
+        assert (old.key is None) == (new.key is None)
+        assert old.key is None or new.key is None or old.key.is_full == new.key.is_full
+    assert len(fitted.capture_order()) == len(keys.capture_order())
+    for old_buckets, new_buckets in (
+        (keys.token_buckets, fitted.token_buckets),
+        *((keys.request_buckets[q], fitted.request_buckets[q]) for q in keys.request_buckets),
+    ):
+        assert len(new_buckets) == len(old_buckets)
+        assert new_buckets[-1:] == old_buckets[-1:]
+
+
+def test_keys_fitted_to_one_size_still_serve_all_others():
+    keys = GraphKeys.of_mode("FULL_DECODE_ONLY", 512, 256)
+    fitted = keys.fitted({step(1, 1, 1): 5000})
+    assert fitted.dispatch(step(1, 1, 1)).num_padding_tokens == 0
+    for num_requests in range(1, 257):
+        before, after = (x.dispatch(step(*[1] * num_requests)) for x in (keys, fitted))
+        assert after.key is not None
+        assert after.num_padding_tokens <= before.num_padding_tokens + 16
+
+
+def test_kinds_of_steps_that_nobody_saw_keep_their_graphs():
+    keys = GraphKeys.of_mode("FULL_AND_PIECEWISE", 64, 8, (1, 3))
+    assert keys.fitted({}) == keys
+    fitted = keys.fitted({step(1, 1, 1): 100, step(9000): 10})
+    assert fitted.token_buckets == keys.token_buckets
+    assert fitted.request_buckets[3] == keys.request_buckets[3]
+    assert fitted.request_buckets[1] != keys.request_buckets[1]

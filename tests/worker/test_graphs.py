@@ -1,22 +1,21 @@
 """An engine whose device has graphs and memory to measure: the CPU, with recorded graphs."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from nano import LLM, SamplingParams
+from nano.compile import cuda_graphs
+from nano.compile.graph_keys import GraphKey
 from nano.config import EngineConfig
-from nano.device import CpuDevice
-from nano.device.graph import GraphPool
+from nano.device.recording_graph import RecordingCpu
 from nano.errors import ConfigError
 from nano.layers.native_kernels import NativeKernels
 from nano.resolve import resolve
-from nano.worker import loaded_model, worker
+from nano.worker import worker
 from nano.worker.worker import Worker
-from tests.compile.capturable_backend import CapturableCpuBackend
-from tests.compile.recording_graph import RecordingPool
-from tests.tiny import make_checkpoint
+from tests.compile.random_steps import RandomSteps
+from tests.tiny import VOCAB_SIZE, make_checkpoint
 
 pytestmark = pytest.mark.skipif(not NativeKernels.is_available(), reason="needs a C++ compiler")
 
@@ -55,18 +54,6 @@ class Memory:
         pass
 
 
-class GraphedDevice(CpuDevice):
-    supports_graphs = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pools: list[RecordingPool] = []
-
-    def graph_pool(self) -> GraphPool:
-        self.pools.append(RecordingPool())
-        return self.pools[-1]
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("graphs"))
@@ -78,11 +65,10 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[GraphedDevice]:
+def device(monkeypatch: pytest.MonkeyPatch) -> RecordingCpu:
     """What every worker of the test computes on."""
-    device = GraphedDevice()
+    device = RecordingCpu()
     monkeypatch.setattr(worker, "make_device", lambda *_: device)
-    monkeypatch.setattr(loaded_model, "select_backend", lambda *_: CapturableCpuBackend)
     return device
 
 
@@ -107,9 +93,8 @@ def test_an_engine_that_replays_graphs_says_what_an_eager_one_says(
 ):
     args = {"speculative_config": DRAFTING | {"model": str(draft)}} if is_speculating else {}
     expected = generate(checkpoint, **args)
-    device = GraphedDevice()
+    device = RecordingCpu()
     monkeypatch.setattr(worker, "make_device", lambda *_: device)
-    monkeypatch.setattr(loaded_model, "select_backend", lambda *_: CapturableCpuBackend)
     assert generate(checkpoint, startup=startup, **args) == expected
     assert len(device.pools) == 1 + is_speculating
     for pool in device.pools:
@@ -136,21 +121,18 @@ def test_verification_of_a_full_draft_has_graphs_of_its_own(checkpoint, draft, d
     loaded = load(checkpoint, num_gpu_blocks_override=64, speculative_config=config)
     (graphs,), (of_draft,) = loaded.target.graphs, loaded.speculation.loaded[0].graphs
     assert {key.query_len for key in graphs.captured if key.is_full} == {1, 4, 17}  # predictions
-    assert {key.query_len for key in of_draft.captured if key.is_full} == {1}
+    assert {key.query_len for key in of_draft.captured if key.is_full} == {1, 2}  # all right: two
 
 
 def test_a_mode_that_is_asked_for_decides_what_is_captured(checkpoint, device):
     loaded = load(checkpoint, num_gpu_blocks_override=64, startup="eager-first")
     assert loaded.target.graphs
-    config = resolve(EngineConfig.from_args({"model": str(checkpoint), **SETTINGS}))
     for mode, has_pieces, has_full in (
         ("NONE", False, False),
         ("PIECEWISE", True, False),
         ("FULL_DECODE_ONLY", False, True),
     ):
-        loaded.target.config = EngineConfig.from_sections(
-            config.to_sections() | {"compile": {"mode": "eager", "cudagraph_mode": mode}}
-        )
+        loaded.target.config = with_compile_options(checkpoint, cudagraph_mode=mode)
         loaded.target.graphs.clear()
         loaded.target.add_graphs(loaded.target.make_runner(None, 1, 1, 8).context, 8, 1)
         kinds = set()
@@ -160,9 +142,56 @@ def test_a_mode_that_is_asked_for_decides_what_is_captured(checkpoint, device):
         assert kinds == {is_full for is_full in (False, True) if (has_pieces, has_full)[is_full]}
 
 
+@pytest.mark.parametrize("sizes", [[], [4, 16]], ids=["of the load", "told"])
+def test_an_idle_worker_exchanges_graphs_for_those_that_its_load_asks_for_unless_told(
+    checkpoint, device, monkeypatch, sizes
+):
+    monkeypatch.setattr(cuda_graphs, "_FIRST_STEPS", 100)
+    loaded = load(checkpoint, num_gpu_blocks_override=64)
+    loaded.target.config = with_compile_options(checkpoint, cudagraph_capture_sizes=sizes)
+    (graphs,) = loaded.target.graphs
+    before = graphs.captured
+    steps = RandomSteps(1, num_requests=3, max_model_len=128, block_size=16, vocab_size=VOCAB_SIZE)
+    for _ in range(100):
+        plan = steps.plan(40, num_drafts=0)
+        steps.update(plan, loaded.execute(plan))
+    loaded.idle()
+    if sizes:
+        assert graphs.captured == before
+        return
+    assert graphs.captured == []
+    assert len(device.pools) == 2
+    for _ in before:
+        loaded.idle()
+    assert len(graphs.captured) == len(before)
+    assert set(graphs.captured) != set(before)
+
+
+def test_sizes_that_are_told_are_captured_and_too_large_ones_left_out(checkpoint, device, caplog):
+    loaded = load(checkpoint, num_gpu_blocks_override=64, startup="eager-first")
+    loaded.target.config = with_compile_options(checkpoint, cudagraph_capture_sizes=[3, 12, 500])
+    loaded.target.graphs.clear()
+    context = loaded.target.make_runner(None, 1, 1, 40).context
+    loaded.target.add_graphs(context, 40, 4)
+    (graphs,) = loaded.target.graphs
+    graphs.capture_all()
+    assert graphs.captured == [GraphKey(12), GraphKey(3), GraphKey(3, 3)]
+    assert "steps have 40 tokens at most; larger sizes are left out" in caplog.text
+
+
+def with_compile_options(checkpoint: Path, **options) -> EngineConfig:
+    """What a CPU would be refused."""
+    config = resolve(EngineConfig.from_args({"model": str(checkpoint), **SETTINGS}))
+    return EngineConfig.from_sections(
+        config.to_sections() | {"compile": {"mode": "eager", **options}}
+    )
+
+
 def test_a_cpu_refuses_graphs(checkpoint):
     with pytest.raises(ConfigError, match="cudagraph_mode=FULL needs device=cuda"):
         load(checkpoint, cudagraph_mode="FULL")
+    with pytest.raises(ConfigError, match=r"cudagraph_capture_sizes=\(8,\) needs device=cuda"):
+        load(checkpoint, cudagraph_capture_sizes=[8])
     assert load(checkpoint, num_gpu_blocks_override=9, cudagraph_mode="NONE").target.graphs == []
 
 
@@ -180,6 +209,28 @@ def test_the_cache_gets_what_weights_a_step_and_graphs_leave(checkpoint, device,
     assert len(loaded.target.graphs) == 1
     assert device.pools[0].num_graphs
     assert not device.pools[1].num_graphs
+
+
+def test_the_cache_leaves_room_for_what_a_draft_model_takes(checkpoint, draft, device, monkeypatch):
+    total = 1000 * BYTES_PER_BLOCK
+    # 280 are the weights of both, 90 the target's graphs and 40 those of the draft model, whose KV
+    # has half as many layers.
+    free = [990, 980, 700, 690, 600, 590, 550]
+    device.memory = Memory(total, [n * BYTES_PER_BLOCK for n in free], 0)
+    # At once in a step of the target, in a pass of the draft model, and to hold its logits.
+    peaks = iter([103 * BYTES_PER_BLOCK, 50 * BYTES_PER_BLOCK, 160 * BYTES_PER_BLOCK])
+    monkeypatch.setattr(device.memory, "peak", lambda: next(peaks))
+    loaded = load(
+        checkpoint,
+        gpu_memory_utilization=0.5,
+        startup="eager-first",
+        speculative_config=DRAFTING | {"model": str(draft)},
+    )
+    num_blocks = loaded.runner.context.kv_caches[0].shape[0]
+    assert num_blocks == (1000 - 10 - 280 - 160 - 90 - 40) // 2 * 2 // 3
+    # Measured and dropped; one graph more than a model has layers, for each number of tokens.
+    assert [max(pool.num_graphs) for pool in device.pools[:2]] == [3, 2]
+    assert all(len(model.graphs) == 1 for model in (loaded.target, *loaded.speculation.loaded))
 
 
 def test_weights_that_leave_no_block_are_refused_with_the_table(checkpoint, device):

@@ -87,8 +87,10 @@ def test_the_numerics_id_names_weights_dtype_storage_and_kernels(checkpoint, tmp
     config = resolve(EngineConfig.from_args({"model": str(checkpoint)}))
     backend = CpuBackend(16, 0.25)
 
-    def identify(config=config, backend=backend, kernels="native", storage="15 bfloat16") -> str:
-        return numerics_id(config, backend, kernels, storage)
+    def identify(
+        config=config, backend=backend, kernels="native", storage="15 bfloat16", gpu=""
+    ) -> str:
+        return numerics_id(config, backend, kernels, storage, {"gpu": gpu} if gpu else {})
 
     def having(**options) -> EngineConfig:
         return dataclasses.replace(config, model=dataclasses.replace(config.model, **options))
@@ -103,8 +105,10 @@ def test_the_numerics_id_names_weights_dtype_storage_and_kernels(checkpoint, tmp
         identify(backend=ReferenceBackend(16, 0.25)),
         identify(kernels="torch"),
         identify(storage="14 int8, 1 bfloat16"),
+        identify(gpu="H200"),
+        identify(gpu="H100"),
     }
-    assert len(different) == 6
+    assert len(different) == 8
 
 
 def test_dummy_weights_run(checkpoint):
