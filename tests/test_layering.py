@@ -23,6 +23,7 @@ LEAVES = {
     "spec.options",
     "config",
     "checkpoint",
+    "gpus",
     "resolve",
 }
 # Modules that are a room of their own, apart from their package.
@@ -40,6 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "spec.options": set(),
     "config": set(),
     "checkpoint": set(),
+    "gpus": set(),
     "resolve": set(),
     "device": {"native"},
     "kv_cache": set(),
@@ -72,6 +74,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "llm": {"engine", "prompts"},
     "generate": {"llm"},
     "verify": {"llm"},
+    "launches": {"attention", "compile", "device", "sampling", "worker"},
+    # Looks at every part from outside, as tests do.
+    "gpu_check": {
+        "attention",
+        "device",
+        "engine",
+        "llm",
+        "model_input",
+        "models",
+        "sampling",
+        "worker",
+    },
     "serve": {"engine"},
     "batch": {"serve"},
 }
@@ -87,16 +101,17 @@ LEAF_MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"errors", "log"},
     "spec.options": {"errors"},
     "config": {"errors", "spec.options"},
-    "resolve": {"checkpoint", "config", "errors", "log"},
+    "gpus": set(),
+    "resolve": {"checkpoint", "config", "errors", "gpus", "log"},
 }
 # Narrower than the package: who may reach which module.
 ONLY_FROM: dict[str, set[str]] = {
     # The core builds the executor, and nothing else.
-    "nano.worker": {"engine.core", "worker", "compile.__main__"},
+    "nano.worker": {"engine.core", "worker", "compile.__main__", "launches", "gpu_check"},
     "nano.attention.cpu_backend": {"attention.select"},
     "nano.attention.torch_backend": {"attention.select"},
     "nano.attention.reference_backend": {"attention.select"},
-    "nano.attention.select": {"worker.loaded_model"},
+    "nano.attention.select": {"worker.loaded_model", "gpu_check"},
     "nano.device.cuda": {"device"},
     "nano.device.cuda_graph": {"device"},
 }
@@ -106,6 +121,7 @@ TORCH_CUDA_FILES = {
     "device/cuda_graph.py",
     "attention/flashinfer_backend.py",
     "attention/triton_backend.py",
+    "gpu_check/clock.py",
     "parallel/group.py",
 }
 PROPOSER_NAMES = r"\b(ngram|draft_model|self_quant|eagle|suffix_decoding)\b"
