@@ -66,6 +66,7 @@ class Worker:
         if not self.device.supports_graphs:
             _refuse_graphs(config.compile)
         self._last_step_seconds = 0.0
+        self._loaded: list[LoadedModel] = []  # the target first
 
     def load(self, *, show_progress: bool = True) -> WorkerInfo:
         """Load weights, measure a step and the memory, allocate the KV cache.
@@ -78,7 +79,9 @@ class Worker:
         meter = None if self.device.memory is None else MemoryMeter(self.device.memory)
         with nullcontext() if meter is None else meter.growth("weights"):
             self.target = LoadedModel(config, self.device, show_progress=show_progress)
+            self._loaded.append(self.target)
             self.speculation = Speculation(self.target, show_progress=show_progress)
+            self._loaded += self.speculation.loaded
         probe = self.target.probe
         cost = measure_step(probe, config.model.max_model_len, config.scheduler.token_budget)
         token_budget = cost.token_budget
@@ -161,10 +164,6 @@ class Worker:
         """End what runs on the side. Safe to call twice."""
         for loaded in self._loaded:
             loaded.forward.close()
-
-    @property
-    def _loaded(self) -> list[LoadedModel]:
-        return [self.target, *self.speculation.loaded]
 
     def _poll(self) -> Progress | None:
         """Let one model after the other come by its compiled pieces."""

@@ -57,6 +57,18 @@ def test_sizes_that_no_memory_holds_are_refused_with_the_numbers(checkpoint, siz
         load(checkpoint, **sizes)
 
 
+def test_a_worker_whose_load_failed_can_be_closed(checkpoint, tmp_path):
+    other = make_checkpoint(tmp_path / "other", vocab_size=1024)
+    for given in (
+        {"attention_backend": "triton"},  # before there is a model
+        {"speculative_config": {"model": str(other), "num_speculative_tokens": 2}},  # after
+    ):
+        worker = Worker(resolve(EngineConfig.from_args({"model": str(checkpoint), **given})))
+        with pytest.raises(ConfigError):
+            worker.load(show_progress=False)
+        worker.close()
+
+
 def test_without_a_limit_the_cache_is_a_share_of_free_memory_but_no_more_than_useful(
     checkpoint, caplog, monkeypatch
 ):
