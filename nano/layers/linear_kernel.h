@@ -42,16 +42,22 @@ constexpr int SUMS = 28;  // that fit the registers, beside weights and a factor
 constexpr bool HAS_OPERAND_FACTORS = true;
 constexpr int FEW_ROWS = 16;  // hide the decoding of a weight: more need no other way
 constexpr bool HAS_SCRATCH = false;
+constexpr long PASS_STEPS = 128;      // steps of a panel that all passes take before the next ones: 32 KB,
+constexpr bool FETCHES_TWICE = true;  // fit for the second-level cache, too many for the first-level one
 #else
 constexpr int SUMS = 12;
 constexpr bool HAS_OPERAND_FACTORS = false;
 constexpr int FEW_ROWS = 12;
 constexpr bool HAS_SCRATCH = true;  // for many rows
+constexpr long PASS_STEPS = 32;  // shared by more passes: the first-level cache has to keep them
+constexpr bool FETCHES_TWICE = false;
 #endif
 
 // ---- few rows ----
 
-constexpr long PASS_STEPS = 32;        // steps of a panel that stay in the first-level cache for all passes
+constexpr long NEAR_STEPS = 16;        // that a pass fetches ahead, into the first-level cache
+constexpr long FAR_STEPS = 32;         // and into the second-level one, if no other pass shares its panel
+constexpr int MIN_FAR_USES = 8;        // of a word: with fewer, memory is waited for whatever is fetched
 constexpr long MIN_WEIGHTS = 1 << 14;  // a task should multiply so many, or claiming it costs more
 
 // Vectors of a panel that one pass takes: as many as there are registers for.
@@ -69,11 +75,12 @@ constexpr int factor_sharers(int rows, int vectors, int step) {
 }
 
 // One pass: ROWS rows x [input][ROWS] times VECTORS vectors of outputs, inputs [k, k_end), onto `carried`.
-// It fetches as many bytes as it reads, from `next` on: with each step, `next_step` bytes further.
+// It fetches as many bytes as it reads, from `far` on: with each step, `far_step` bytes further.
 template <class W, int ROWS, int VECTORS>
-NANO_INLINE void pass(const W& weights, const float* x, long output, long k, long k_end,
-                      const char* next, long next_step, Vec (&carried)[VECTORS][ROWS]) {
+NANO_INLINE void pass(const W& weights, const float* x, long output, long k, long k_end, const char* far,
+                      long far_step, Vec (&carried)[VECTORS][ROWS]) {
   constexpr int STEP = W::STEP, SHARERS = factor_sharers(ROWS, VECTORS, STEP);
+  constexpr bool FETCHES_FAR = !FETCHES_TWICE || ROWS * STEP >= MIN_FAR_USES;
   Vec sums[VECTORS][ROWS];  // a copy, which is kept in registers
   std::memcpy(sums, carried, sizeof sums);
   for (long end; k < k_end; k = end) {
@@ -81,10 +88,13 @@ NANO_INLINE void pass(const W& weights, const float* x, long output, long k, lon
     typename W::Column columns[VECTORS];
 #pragma GCC unroll 16
     for (int v = 0; v < VECTORS; v++) columns[v] = weights.column(output + v * LANES, k);
-    for (; k < end; k += STEP, next += next_step)
+    for (; k < end; k += STEP, far += far_step)
 #pragma GCC unroll 16
       for (int v = 0; v < VECTORS; v += SHARERS) {
-        if (v * LANES * 4 % LINE == 0) __builtin_prefetch(next + v * LANES * 4);
+        if (v * LANES * 4 % LINE == 0) {
+          if (FETCHES_TWICE) __builtin_prefetch(columns[v].words + (k / STEP + NEAR_STEPS) * PANEL);
+          if (FETCHES_FAR) __builtin_prefetch(far + v * LANES * 4, 0, FETCHES_TWICE ? 2 : 3);
+        }
         asm volatile("" ::: "memory");  // or all factors are kept for the next vector, and sums are spilled
         Vec w[SHARERS][STEP];
 #pragma GCC unroll 16
@@ -123,19 +133,19 @@ static void few_rows(const W& weights, const Operands& ops, const float* x, long
   constexpr int STEP = W::STEP, VECTORS = vectors_at_once(ROWS), MAX_PASSES = PANEL_VECTORS / VECTORS;
   constexpr long WIDTH = VECTORS * LANES;
   Vec sums[MAX_PASSES][VECTORS][ROWS] = {};
-  // Several passes share a stretch that stays in the cache. Each fetches its part of the next stretch, so
-  // that memory is read as one stream; alone, half a panel fetches what it will read itself.
+  // Several passes share a stretch. Each fetches its part of the next one, so that memory is read as one
+  // stream; alone, half a panel fetches what it will read itself.
   const int passes = (int)((end - output) / WIDTH);
   const long whole = ops.K / STEP * STEP;
   const long stretch = MAX_PASSES == 1 ? whole : PASS_STEPS * STEP;
-  const long ahead = MAX_PASSES == 1 ? PREFETCH_BYTES : PASS_STEPS * PANEL * 4;
-  const long next_step = passes == MAX_PASSES ? WIDTH * 4 : PANEL * 4;
-  const long next_pass = passes == MAX_PASSES ? ahead / MAX_PASSES : WIDTH * 4;
+  const long ahead = (MAX_PASSES == 1 ? FAR_STEPS : PASS_STEPS) * PANEL * 4;
+  const long far_step = passes == MAX_PASSES ? WIDTH * 4 : PANEL * 4;
+  const long far_pass = passes == MAX_PASSES ? ahead / MAX_PASSES : WIDTH * 4;
   for (long k = 0; k < whole; k += stretch) {
     const uint32_t* words = weights.column(output, k).words + k / STEP * PANEL;
-    const char* next = reinterpret_cast<const char*>(words) + ahead;
+    const char* far = reinterpret_cast<const char*>(words) + ahead;
     for (int p = 0; p < passes; p++)
-      pass(weights, x, output + p * WIDTH, k, std::min(k + stretch, whole), next + p * next_pass, next_step,
+      pass(weights, x, output + p * WIDTH, k, std::min(k + stretch, whole), far + p * far_pass, far_step,
            sums[p]);
   }
   for (int p = 0; p < passes; p++) {
@@ -170,15 +180,12 @@ static void for_outputs(long N, long part, long parts, Body body) {
 template <class W>
 static void linear_of_few(const W& weights, const Operands& ops) {
   const auto kernel = FEW_ROWS_KERNELS<W>[ops.M - 1];
-  const float* x = ops.x;
-  if (ops.M > 1) {
-    float* copy = copy_memory(ops.M * ops.K);
-    copy_rows(ops, 0, ops.M, copy);
-    x = copy;
-  }
+  const long call = next_call();
   const long part = vectors_at_once((int)ops.M) == PANEL_VECTORS ? PANEL : PANEL / 2;
   const long parts = std::max<long>(1, MIN_WEIGHTS / (part * std::max<long>(1, ops.K)));
-  for_outputs(ops.N, part, parts, [&](long output, long end) { kernel(weights, ops, x, 0, output, end); });
+  for_outputs(ops.N, part, parts, [&](long output, long end) {
+    kernel(weights, ops, own_rows(ops, call), 0, output, end);
+  });
 }
 
 // ---- many rows ----

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <vector>
 
 #include "native/vector.h"
@@ -11,12 +12,7 @@ namespace nano_linear {
 constexpr long PANEL = 64;  // outputs stored side by side
 constexpr int PANEL_VECTORS = PANEL / LANES;
 constexpr long LINE = 64;  // bytes of the cache line that a prefetch fetches
-constexpr long PREFETCH_BYTES = 2048;
 constexpr long TASKS_PER_THREAD = 4;  // with fewer, the last one is waited for
-
-NANO_INLINE void prefetch(const void* p, long ahead = PREFETCH_BYTES) {
-  __builtin_prefetch(static_cast<const char*>(p) + ahead);
-}
 
 // The operands of one call; strides count floats.
 struct Operands {
@@ -128,12 +124,27 @@ static inline void copy_rows(const Operands& ops, long first_row, long rows, flo
     for (long k = 0; k < ops.K; k++) to[k * rows + r] = ops.x[(first_row + r) * stride + k];
 }
 
-// Memory of the calling thread, kept: fresh pages cost more than what is copied there. (Not to be called in
-// a task, which another thread may run.)
+// Memory of the calling thread, kept: fresh pages cost more than what is copied there.
 static inline float* copy_memory(long floats) {
   static thread_local std::vector<float> memory;
   if ((long)memory.size() < floats) memory.resize(floats);
   return memory.data();
+}
+
+// All rows of `call` as [input][row], copied by each thread for itself when it first asks. Written once for
+// all of them, every line would cross from one core's cache to the others', and back for the next call.
+static inline const float* own_rows(const Operands& ops, long call) {
+  static thread_local long copied = 0;  // the call whose rows this thread has
+  if (ops.M == 1) return ops.x;
+  float* const copy = copy_memory(ops.M * ops.K);
+  if (copied != call) copy_rows(ops, 0, ops.M, copy);
+  copied = call;
+  return copy;
+}
+
+static inline long next_call() {
+  static std::atomic<long> num_calls{0};
+  return ++num_calls;
 }
 
 }  // namespace nano_linear

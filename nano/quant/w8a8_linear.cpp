@@ -18,7 +18,7 @@ constexpr int vectors_at_once(int rows) {
 constexpr long LINE_WORDS = 16;  // of a cache line
 
 struct Tile {
-  static constexpr int MAX_ROWS = LANES == 16 ? 6 : HAS_DOTS ? 4 : 1;
+  static constexpr int MAX_ROWS = LANES == 16 ? 7 : HAS_DOTS ? 4 : 1;
 
   const uint32_t* words;  // [N / 64][num_words][64]
   const float* scales;    // [N / 64 * 64]

@@ -53,6 +53,18 @@ def test_the_kernel_equals_float64_up_to_rounding(shape, has_bias, storage):
 
 
 @pytest.mark.parametrize("storage", STORAGES)
+def test_no_thread_computes_with_rows_of_an_earlier_call(storage, set_num_threads):
+    weight, x = make(1280, 64, storage)
+    set_num_threads(1)
+    alone = torch.cat([weight(row) for row in x.split(1)])
+    set_num_threads(2)
+    for num_rows in (2, 8, 2):
+        for first in range(x.shape[0] - num_rows):
+            some = slice(first, first + num_rows)
+            assert torch.equal(weight(x[some]), alone[some])
+
+
+@pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_row_has_the_same_bits_among_any_number_of_rows_and_threads(
     shape, storage, set_num_threads
