@@ -4,10 +4,8 @@ A tiny model is served. Clients stream answers of mixed lengths; one in ten vani
 point, one in twenty sends nonsense, one in a hundred has a deadline. The tokens of every stream
 that is read to its end must be those that `LLM` computes for the same request; of one that a
 deadline ends, the first of them. Afterwards nothing may be running or waiting, no block held, and
-memory and file descriptors what they were after the first few seconds.
-
-`--overload 3` offers three times the requests per second that the server can answer instead, and
-prints what becomes of them.
+memory and file descriptors what they were after the first few seconds. For more than a server can
+answer see `bench.overload`.
 """
 
 import argparse
@@ -25,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from bench.http_streams import Received, post
-from bench.step_clock import percentile
 from nano import LLM, SamplingParams
 from tests.serve.server import Server
 from tests.tiny import make_checkpoint
@@ -36,7 +33,6 @@ SHARE_VANISHING, SHARE_BAD, SHARE_LATE = 0.10, 0.05, 0.01
 BYTES_PER_TOKEN = 300  # of a stream, about
 SETTLE_SECONDS = 60.0  # for aborts to arrive on a machine that is busy
 MAX_SHOWN = 10
-WAITING_PER_RUNNING = 2  # under overload
 
 BAD_FIELDS: list[dict[str, Any]] = [
     {"temperature": -1},
@@ -55,21 +51,26 @@ class Sample:
     token_ids: list[int] = field(default_factory=list)
 
 
+def draw_fields(rng: random.Random) -> dict[str, Any]:
+    """The body of a request of mixed length."""
+    length = rng.choice([1, 3, 10, 40, 120, 300])
+    wishes: dict[str, Any] = {
+        "max_tokens": rng.choice([1, 5, 20, 60, 150, 300]),
+        "seed": rng.randrange(1000),
+        "temperature": rng.choice([0.0, 0.7, 1.0]),
+        "top_p": rng.choice([1.0, 0.9]),
+        "ignore_eos": rng.random() < 0.7,
+    }
+    return {"prompt": [rng.randrange(32, 127) for _ in range(length)], **wishes}
+
+
 def make_catalogue(folder: Path, rng: random.Random, engine_args: dict[str, Any]) -> list[Sample]:
     """Requests of mixed length, answered offline."""
     samples, params = [], []
     for _ in range(CATALOGUE_SIZE):
-        length = rng.choice([1, 3, 10, 40, 120, 300])
-        wishes: dict[str, Any] = {
-            "max_tokens": rng.choice([1, 5, 20, 60, 150, 300]),
-            "seed": rng.randrange(1000),
-            "temperature": rng.choice([0.0, 0.7, 1.0]),
-            "top_p": rng.choice([1.0, 0.9]),
-            "ignore_eos": rng.random() < 0.7,
-        }
-        prompt = [rng.randrange(32, 127) for _ in range(length)]
-        samples.append(Sample({"prompt": prompt, **wishes}))
-        params.append(SamplingParams(**wishes))
+        fields = draw_fields(rng)
+        samples.append(Sample(fields))
+        params.append(SamplingParams(**{k: v for k, v in fields.items() if k != "prompt"}))
     with LLM(folder, **engine_args) as llm:
         prompts = [sample.fields["prompt"] for sample in samples]
         for sample, output in zip(samples, llm.generate(prompts, params, use_tqdm=False)):
@@ -218,78 +219,6 @@ def print_load(load: Load, before: Remains, after: Remains, seconds: float) -> N
     print(f"{len(load.problems)} problems", *load.problems[:MAX_SHOWN], sep="\n  ")
 
 
-class Overload:
-    """More requests than can be answered, one after the other however the earlier ones fare."""
-
-    def __init__(self, port: int, catalogue: list[Sample]):
-        self._port = port
-        self._catalogue = catalogue
-        self._rng = random.Random(3)
-
-    async def peak(self, num_clients: int, seconds: float) -> tuple[float, float]:
-        """(requests, tokens) per second of clients that wait for each answer."""
-        ends = time.monotonic() + seconds
-        num_requests = num_tokens = 0
-
-        async def client() -> None:
-            nonlocal num_requests, num_tokens
-            while time.monotonic() < ends:
-                status, tokens, _ = await self._ask()
-                assert status == 200, status
-                num_requests, num_tokens = num_requests + 1, num_tokens + tokens
-
-        began = time.monotonic()
-        await asyncio.gather(*(client() for _ in range(num_clients)))
-        spent = time.monotonic() - began
-        return num_requests / spent, num_tokens / spent
-
-    async def offer(self, rate: float, seconds: float) -> list[tuple[int, int, float]]:
-        """(status, tokens, seconds) of requests that arrive by chance, `rate` per second."""
-        calls = []
-        now = began = time.monotonic()
-        arrival = began
-        while now < began + seconds:
-            await asyncio.sleep(max(0.0, arrival - now))
-            calls.append(asyncio.create_task(self._ask()))
-            arrival += self._rng.expovariate(rate)
-            now = time.monotonic()
-        return list(await asyncio.gather(*calls))
-
-    async def _ask(self) -> tuple[int, int, float]:
-        fields = {**self._rng.choice(self._catalogue).fields, "ignore_eos": True}
-        began = time.monotonic()
-        received = await post(self._port, PATH, json.dumps(fields).encode())
-        assert received is not None
-        num_tokens = fields["max_tokens"] if received.status == 200 else 0
-        return received.status, num_tokens, time.monotonic() - began
-
-
-def run_overload(server: Server, catalogue: list[Sample], factor: float, args: Any) -> None:
-    port = server.http.base_url.port
-    assert port is not None
-    overload = Overload(port, catalogue)
-    num_clients = (1 + WAITING_PER_RUNNING) * args.max_num_seqs
-    asyncio.run(overload.peak(num_clients, 3.0))  # first calls set things up
-    rate, peak_tokens = asyncio.run(overload.peak(num_clients, args.seconds / 2))
-    print(f"peak: {rate:.1f} requests/s, {peak_tokens:.0f} tokens/s, {num_clients} clients")
-    began = time.monotonic()
-    calls = asyncio.run(overload.offer(factor * rate, args.seconds))
-    spent = time.monotonic() - began
-    statuses = Counter(status for status, _, _ in calls)
-    latencies = [seconds for status, _, seconds in calls if status == 200]
-    tokens = sum(num_tokens for _, num_tokens, _ in calls)
-    shares = [percentile(latencies, share) for share in (0.5, 0.95, 0.99, 1.0)]
-    print(
-        f"offered {len(calls) / args.seconds:.1f} requests/s; answers by status: {dict(statuses)}"
-    )
-    print("seconds of those admitted, p50 p95 p99 max: " + " ".join(f"{s:.2f}" for s in shares))
-    print(
-        f"refused {statuses[429] / len(calls):.0%}; goodput {tokens / spent:.0f} tokens/s, "
-        f"{tokens / spent / peak_tokens:.0%} of the peak"
-    )
-    print(f"after: {settle(server)}")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -297,19 +226,13 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=180.0)
     parser.add_argument("--streams", type=int, default=500)
     parser.add_argument("--max-num-seqs", type=int, default=64)
-    parser.add_argument("--overload", type=float, help="times what can be answered")
     args = parser.parse_args()
     flags = ["--max-num-seqs", str(args.max_num_seqs)]
-    if args.overload:
-        flags += ["--max-waiting-requests", str(WAITING_PER_RUNNING * args.max_num_seqs)]
     with tempfile.TemporaryDirectory() as place:
         folder = make_checkpoint(Path(place) / "tiny", max_position_embeddings=4096)
         catalogue = make_catalogue(folder, random.Random(0), {})
         server = Server(folder, *flags)
         try:
-            if args.overload:
-                run_overload(server, catalogue, args.overload, args)
-                return 0
             warm_seconds = min(10.0, args.seconds / 4)
             found = run_load(server, catalogue, args.streams, args.seconds, warm_seconds)
             print_load(*found, args.seconds)

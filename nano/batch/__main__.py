@@ -68,6 +68,7 @@ def run(args: argparse.Namespace) -> None:
         served_model_name=tuple(args.served_model_name or (config.model.path,)),
         chat_template=args.chat_template,
         max_waiting_requests=sys.maxsize,  # the window is what bounds them
+        max_lag_ms=None,
         disable_log_stats=True,  # there is a bar
     )
     check_paths(args.input_file, args.output_file)

@@ -11,6 +11,7 @@ from nano.engine.messages import EngineReady
 from nano.engine.timeline import Timeline
 from nano.errors import InvalidRequest
 from nano.outputs import FinishReason, RequestOutput
+from nano.serve.congestion import Congestion
 from nano.serve.http.errors import Refusal
 from nano.serve.options import ServerOptions
 
@@ -53,13 +54,33 @@ class DrainRate:
             self._num_tokens -= self._left.popleft()[1]
 
 
-class Admission:
-    """The door of one front end. It is a `RequestObserver`, and so knows who waits.
+class Arrival:
+    """A call that is being read and tokenised. Until `end`, which may come twice, it waits as one
+    request: or more would be let in than may wait, and turned away after all that work.
+    """
 
-    Waiting are the requests that were sent to the core and of which no step has computed anything,
-    except for as many as there are free places among the running ones: those begin at once. Each
-    of several front ends keeps its own share of the limits and the places. That takes no question
-    to anybody; the price is that one may refuse while another still has room.
+    def __init__(self, arrivals: set["Arrival"]):
+        self._arrivals = arrivals
+        arrivals.add(self)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        self._arrivals.discard(self)
+
+
+class Admission:
+    """The limits of one front end. It is a `RequestObserver`, and so knows who waits.
+
+    Waiting are the calls on their way to the core, and the requests that were sent to it and of
+    which no step has computed anything, except for as many as there are free places among the
+    running ones: those begin at once. Each of several front ends keeps its own share of the limits
+    and the places. That takes no question to anybody; the price is that one may refuse while
+    another still has room.
     """
 
     def __init__(
@@ -68,6 +89,7 @@ class Admission:
         options: ServerOptions,
         count_rejection: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
+        congestion: Congestion | None = None,
     ):
         """`count_rejection` is called with the reason of each refusal."""
         max_waiting = options.max_waiting_requests
@@ -80,12 +102,29 @@ class Admission:
         self._max_running = math.ceil(ready.max_num_requests / num_shares)
         self._timeout_ms = options.timeout_ms
         self._max_queue_ms = options.max_queue_ms
+        target = math.inf if options.max_lag_ms is None else options.max_lag_ms / 1000
+        self._congestion = congestion or Congestion(target, clock)
         self._count_rejection = count_rejection
         self._clock = clock
+        self._arrivals: set[Arrival] = set()
         self._waiting: dict[Timeline, None] = {}  # in order of arrival
         self._num_waiting_tokens = 0
         self._num_running = 0
         self._drain = DrainRate(clock())
+
+    def meet(self) -> None:
+        """A caller is at the door. Raises `Refusal` if not one more request may wait, or if this
+        process is behind with what it has let in: then nobody may, but places are filled.
+        """
+        self._congestion.measure()
+        if self._congestion.is_standing and self._num_waiting(1) > 0:
+            raise self._refusal("front_end", "the server is busy with other requests", "overloaded")
+        self.check([0])
+
+    def arrive(self) -> Arrival:
+        """A call is on its way, whose body has come. Raises `Refusal`."""
+        self.check([0])
+        return Arrival(self._arrivals)
 
     def check(self, num_prompt_tokens: Sequence[int]) -> None:
         """Whether a call of requests with prompts so long may enter. Raises what turns it away."""
@@ -96,18 +135,26 @@ class Admission:
                 f"as many as run and wait at once, got {num_requests}",
                 "n",
             )
-        num_free = max(0, self._max_running - self._num_running)
-        num_waiting = len(self._waiting) + num_requests - num_free
+        num_waiting = self._num_waiting(num_requests)
         if num_waiting > self._max_requests:
             limit = f"at most {self._max_requests} requests may wait, and this call makes it "
             raise self._refusal("waiting_requests", limit + str(num_waiting))
         if self._max_tokens is not None:
             waiting = (timeline.num_prompt_tokens for timeline in self._waiting)
-            starting = islice(chain(waiting, num_prompt_tokens), num_free)
+            starting = islice(chain(waiting, num_prompt_tokens), self._num_free)
             num_tokens = self._num_waiting_tokens + sum(num_prompt_tokens) - sum(starting)
             if num_tokens > self._max_tokens:
                 limit = f"at most {self._max_tokens} prompt tokens may wait, and this call makes it"
                 raise self._refusal("waiting_tokens", f"{limit} {num_tokens}")
+
+    @property
+    def _num_free(self) -> int:
+        """Places among the running requests."""
+        return max(0, self._max_running - self._num_running)
+
+    def _num_waiting(self, num_more: int) -> int:
+        """How many requests wait once so many more have come; below zero, places are left."""
+        return len(self._waiting) + len(self._arrivals) + num_more - self._num_free
 
     def limit(
         self,

@@ -10,10 +10,12 @@ from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 from nano import __version__
 from nano.serve import capabilities, health, tokens
 from nano.serve.async_engine import AsyncEngine
+from nano.serve.door import Door
 from nano.serve.front_end import FrontEnd
 from nano.serve.http.api_key import ApiKeys
 from nano.serve.http.body_limit import BodyLimit
 from nano.serve.http.errors import ErrorReply, ErrorShape, error_responses, install_error_handlers
+from nano.serve.http.event_stream import DIRECT_SEND
 from nano.serve.http.request_id import HEADER, RequestIds
 from nano.serve.http.request_log import RequestLog
 from nano.serve.messages import routes as messages_routes
@@ -33,6 +35,11 @@ ROUTERS = (
     messages_routes.router,
     tokens.router,
     capabilities.router,
+)
+GENERATION_ROUTERS = (  # those of them whose routes ask for tokens
+    openai_routes.generation,
+    responses_routes.router,
+    messages_routes.generation,
 )
 # Path prefix -> how errors look there, if not OpenAI's.
 ERROR_SHAPES: dict[str, ErrorShape] = {messages_routes.PREFIX: anthropic_error}
@@ -55,12 +62,15 @@ class HttpApp(FastAPI):
         # Not left to uvicorn, which takes it that the proxy has removed the prefix from the path.
         # Starlette takes both.
         scope["root_path"] = self._options.root_path
+        scope[DIRECT_SEND] = send
         await super().__call__(scope, receive, send)
 
     def build_middleware_stack(self) -> ASGIApp:
         options = self._options
         app = super().build_middleware_stack()
+        served: FrontEnd = self.state.front_end
         app = BodyLimit(app, options.max_body_bytes)
+        app = Door(app, GENERATION_ROUTERS, served.meet)
         if options.api_key:
             app = ApiKeys(app, options.api_key)
         if options.allowed_origins:
@@ -72,7 +82,7 @@ class HttpApp(FastAPI):
                 allow_credentials=options.allow_credentials,
                 expose_headers=(HEADER, "Retry-After"),
             )
-        app = RequestIds(AnswerCount(app, self.state.front_end.metrics))
+        app = RequestIds(AnswerCount(app, served.metrics))
         return RequestLog(app) if options.access_log == "json" else app
 
 

@@ -13,7 +13,7 @@ from nano.engine.input_processor import PreparedRequest
 from nano.engine.output_processor import OutputKind
 from nano.errors import InvalidRequest
 from nano.outputs import RequestOutput
-from nano.serve.admission import Admission
+from nano.serve.admission import Admission, Arrival
 from nano.serve.async_engine import AsyncEngine
 from nano.serve.generation import Generation
 from nano.serve.http.errors import ModelNotFound
@@ -85,10 +85,18 @@ class FrontEnd:
             "system_fingerprint": self.engine.fingerprint,
         }
 
-    def check_open(self) -> None:
-        """Raises `EngineUnavailable` if nothing new is taken, `Refusal` if the queue is full."""
+    def meet(self) -> None:
+        """A caller is at the door. Raises `EngineUnavailable` if nothing new is taken, `Refusal` if
+        too much has been.
+        """
         self.engine.check_ready()
-        self.admission.check([0])
+        self.admission.meet()
+
+    def arrive(self, request: Request) -> Arrival:
+        """Take a call in, whose body has come. Raises what `meet` does."""
+        self.engine.check_ready()
+        request.state.arrival = arrival = self.admission.arrive()
+        return arrival
 
     async def prepare(
         self,
@@ -142,10 +150,10 @@ class FrontEnd:
         """
         reply = recorded(reply, request.scope)
         if is_streamed:
-            generation = self._generate(prepared, OutputKind.DELTA)
+            generation = self._generate(request, prepared, OutputKind.DELTA)
             interval = self.options.sse_keep_alive_interval
             return EventStream(generation, reply, self.admission.lateness, interval)
-        generation = self._generate(prepared, OutputKind.FINAL)
+        generation = self._generate(request, prepared, OutputKind.FINAL)
         try:
             outputs = await unless_disconnected(request, self._collect(generation))
         finally:
@@ -155,11 +163,14 @@ class FrontEnd:
         # Log probabilities of a long answer are megabytes.
         return await self.engine.prepare(lambda: JSONResponse(reply.whole(outputs)))
 
-    def _generate(self, prepared: Sequence[PreparedRequest], kind: OutputKind) -> Generation:
+    def _generate(
+        self, request: Request, prepared: Sequence[PreparedRequest], kind: OutputKind
+    ) -> Generation:
         """Send a call to the core, if it is let in."""
+        request.state.arrival.end()
         self.admission.check([len(c.prompt_token_ids) for p in prepared for c in p.children])
-        for request in prepared:
-            self.metrics.accept(len(request.children), request.sampling_params.max_tokens)
+        for one in prepared:
+            self.metrics.accept(len(one.children), one.sampling_params.max_tokens)
         return self.engine.generate(prepared, kind)
 
     async def _collect(self, generation: Generation) -> list[RequestOutput]:

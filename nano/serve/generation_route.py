@@ -1,7 +1,6 @@
-"""GenerationRoute: the routes that ask for tokens, which turn callers away before anything else.
+"""GenerationRoute: the routes that ask for tokens, whose calls take a place in the queue."""
 
-Under overload most calls are turned away, and what that costs is taken from those that are let in.
-"""
+from contextlib import AbstractContextManager
 
 from fastapi import Request
 
@@ -11,8 +10,8 @@ from nano.serve.http.json_route import JsonRoute
 
 class GenerationRoute(JsonRoute):
     """`APIRouter(route_class=GenerationRoute)`: 503 while nothing new is taken, 429 while not one
-    more request may wait, whatever is in the body.
+    more request may wait, whatever is in the body. `Door` asks before the body has come.
     """
 
-    def admit(self, request: Request) -> None:
-        front_end(request).check_open()
+    def admit(self, request: Request) -> AbstractContextManager[object]:
+        return front_end(request).arrive(request)

@@ -63,6 +63,9 @@ class ServerOptions:
     max_queue_ms: float | None = _option(
         None, "a request that has not begun by then is refused with 429; requests may ask for less"
     )
+    max_lag_ms: float | None = _option(
+        50.0, "while every turn of the event loop takes longer, requests are refused with 429"
+    )
     timeout_ms: float | None = _option(
         None, "a request that has not ended by then is ended; requests may ask for less"
     )
@@ -85,7 +88,8 @@ class ServerOptions:
             self._check(name, getattr(self, name) >= 1, "at least 1")
         for name in ("shutdown_timeout", "restart_engine"):
             self._check(name, 0 <= getattr(self, name) < math.inf, "at least 0")
-        for name in ("max_waiting_requests", "max_waiting_tokens", "max_queue_ms", "timeout_ms"):
+        limits = ("max_waiting_requests", "max_waiting_tokens", "max_queue_ms", "timeout_ms")
+        for name in (*limits, "max_lag_ms"):
             limit = getattr(self, name)
             self._check(name, limit is None or 0 < limit < math.inf, "above 0")
         interval = self.sse_keep_alive_interval

@@ -28,8 +28,9 @@ class Event:
             data = self.data.encode()
         else:
             data = _encoder.encode(self.data)
-            for char, escaped in _LINE_ENDS.items():
-                data = data.replace(char, escaped)
+            if not data.isascii():
+                for char, escaped in _LINE_ENDS.items():
+                    data = data.replace(char, escaped)
         name = b"" if self.name is None else b"event: %b\n" % self.name.encode()
         return b"%bdata: %b\n\n" % (name, data)
 

@@ -14,7 +14,9 @@ from openai import OpenAI
 
 
 class Server:
-    """`python -m nano.serve` on a free port, under the model name "tiny"."""
+    """`python -m nano.serve` on a free port, under the model name "tiny". `module` and `core` are
+    the programs of the server and of its engine, where they are others.
+    """
 
     def __init__(
         self,
@@ -23,16 +25,20 @@ class Server:
         stderr: IO[bytes] | None = None,
         uds: Path | None = None,
         tls: tuple[Path, Path] | None = None,
+        module: str = "nano.serve",
+        core: str = "nano.engine.process",
     ):
         """`uds` and `tls` (a certificate and its key, of both sides) say how to reach it."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.url = f"{'http' if tls is None else 'https'}://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "nano.serve", "--model", str(folder)]
+        command = [sys.executable, "-m", module, "--model", str(folder)]
         command += ["--port", str(port), "--served-model-name", "tiny", "--log-level", "warning"]
         command += ["--shutdown-timeout", "2"]
+        command += ["--max-lag-ms", "60000"]  # however slow this machine is
         command += [] if uds is None else ["--uds", str(uds)]
+        self._core_module = core
         self.process = subprocess.Popen([*command, *arguments], stderr=stderr)
         context = ssl.create_default_context(cafile=None if tls is None else tls[0])
         if tls is not None:
@@ -54,7 +60,7 @@ class Server:
 
     def core(self) -> int:
         """The process id of its engine core, whichever it is now."""
-        return processes(self.process.pid, "nano.engine.process")[0]
+        return processes(self.process.pid, self._core_module)[0]
 
     def front_ends(self) -> list[int]:
         """The process ids of those that answer HTTP, if there are several."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from nano.engine.messages import EngineReady
 from nano.engine.timeline import Timeline
 from nano.errors import InvalidRequest
 from nano.serve.admission import Admission, DrainRate
+from nano.serve.congestion import Congestion
 from nano.serve.http.errors import Refusal
 from nano.serve.options import ServerOptions
 from tests.serve.scrape import IDLE, scrape, wait_for
@@ -338,7 +340,8 @@ class TestDrainRate:
 class TestAdmission:
     def make(self, clock: Clock, **options: Any) -> Admission:
         ready = EngineReady(1024, 100, 16, 512, "nano", max_num_requests=4)
-        return Admission(ready, ServerOptions(**options), lambda reason: None, clock)
+        congestion = Congestion(math.inf, clock, lambda note: None)
+        return Admission(ready, ServerOptions(**options), lambda reason: None, clock, congestion)
 
     def test_the_limit_is_sixteen_times_what_runs_and_several_front_ends_share_it(self) -> None:
         for num_front_ends, num_places in ((1, 4 + 64), (2, 2 + 32), (3, 2 + 22)):
@@ -375,3 +378,17 @@ class TestAdmission:
         admission.check([100] * 4)
         with pytest.raises(Refusal):
             admission.check([100] * 5)
+
+    def test_calls_on_their_way_wait_too_so_that_no_more_are_read_than_can_be_let_in(self) -> None:
+        admission = self.make(Clock(), max_waiting_requests=1)
+        arrivals = [admission.arrive() for _ in range(5)]
+        for refused in (admission.meet, admission.arrive, lambda: admission.check([1])):
+            with pytest.raises(Refusal, match="this call makes it 2"):
+                refused()
+        arrivals[0].end()
+        arrivals[0].end()  # sent to the core, and then the call ends
+        admission.check([1])
+        with admission.arrive(), pytest.raises(Refusal):
+            admission.arrive()
+        with pytest.raises(Refusal):
+            admission.check([1, 1])

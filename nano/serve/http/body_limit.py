@@ -46,10 +46,10 @@ class BodyLimit:
                 await send(message)
                 return
             await send({**message, "more_body": True})
-            await _drop_rest(receive)
+            await drop_rest(receive)
             await send({"type": "http.response.body", "body": b""})
 
-        declared = Headers(scope=scope).get("content-length")  # h11 lets numbers through only
+        declared = Headers(scope=scope).get("content-length")  # httptools: a number, or a 400
         if declared is not None and int(declared) > self._max_bytes:
             is_refused = True
             await error_response(scope, self._refusal())(scope, receive, send_and_linger)
@@ -65,7 +65,7 @@ class BodyLimit:
         )
 
 
-async def _drop_rest(receive: Receive) -> None:
+async def drop_rest(receive: Receive) -> None:
     """Read on until the body ends, the caller leaves, or it has been long enough."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(LINGER_SECONDS):

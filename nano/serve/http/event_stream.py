@@ -15,6 +15,9 @@ from nano.serve.reply import Event, Reply
 
 logger = get_logger(__name__)
 
+# A scope's key for the server's own `send`: between its head and its end a stream is of no interest
+# to what lies around the routes, and every layer would be passed by every token.
+DIRECT_SEND = "nano.send"
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment, for whoever closes connections that seem dead
 
 
@@ -43,6 +46,7 @@ class EventStream(StreamingResponse):
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._direct_send = scope[DIRECT_SEND]
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -52,9 +56,9 @@ class EventStream(StreamingResponse):
         start = {"type": "http.response.start", "status": self.status_code}
         await send({**start, "headers": self.raw_headers})
         # Beside the stream, so that a token costs no timer.
-        keeping = asyncio.create_task(self._keep_alive(send))
+        keeping = asyncio.create_task(self._keep_alive(self._direct_send))
         try:
-            await self._send_events(send)
+            await self._send_events(self._direct_send)
         finally:
             keeping.cancel()
             # A comment that was held up by a slow reader may have come after the end.

@@ -8,6 +8,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from fastapi import Request, Response
@@ -31,13 +32,14 @@ class JsonRoute(APIRoute):
             request = _JsonRequest(request.scope, request.receive)
             # It has to come in whatever becomes of it: an answer in the middle may get lost.
             await request.body()
-            self.admit(request)
-            return await handle(request)
+            with self.admit(request):
+                return await handle(request)
 
         return read_strictly
 
-    def admit(self, request: Request) -> None:
-        """Raise what turns a call away before its body is looked at."""
+    def admit(self, request: Request) -> AbstractContextManager[object]:
+        """What a call is worked on within. Raises what turns it away, its body unread."""
+        return nullcontext()
 
 
 class _JsonRequest(Request):
