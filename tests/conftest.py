@@ -1,6 +1,10 @@
 """What every test runs under. Before torch is imported."""
 
+import logging
 import os
+from collections.abc import Iterator
+
+import pytest
 
 # A spinning OpenMP thread makes a shared machine fifty times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -9,3 +13,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("NANO_COMPILE_MODE", "eager")
 # "auto" would take a GPU where there is one, and tests say what is true of a CPU.
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.fixture(autouse=True)
+def _log_as_before() -> Iterator[None]:
+    """A program that a test runs in this process sets logging up, and leaves it so."""
+    logger = logging.getLogger("nano")
+    before = logger.handlers[:], logger.level, logger.propagate
+    yield
+    logger.handlers[:], logger.level, logger.propagate = before

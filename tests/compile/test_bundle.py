@@ -8,13 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from nano import LLM, SamplingParams
 from nano.compile import artifact, bundle
 from nano.compile.artifact import BadArtifact, Manifest
-from nano.compile.build_artifact import build_artifact
-from nano.compile.skeleton import dump_skeleton, load_skeleton
 from nano.compile.store import ArtifactStore
 from nano.native.build import compiler
 from tests.models.whole_prompt import load
@@ -26,6 +23,26 @@ pytestmark = [
 ]
 NUM_LAYERS = 3
 SIZES = (1, 2, 7, 64)
+
+# What the compiling child does: no flag of Inductor's is as another test has left it.
+BUILD = """
+import sys
+from pathlib import Path
+
+import torch
+
+from nano.compile.build_artifact import build_artifact
+from nano.compile.skeleton import dump_skeleton, load_skeleton
+from tests.models.whole_prompt import load
+
+checkpoint, folder = map(Path, sys.argv[1:])
+inputs = {
+    "input_ids": torch.zeros(8, dtype=torch.int32),
+    "positions": torch.zeros(8, dtype=torch.int64),
+}
+skeleton = load_skeleton(dump_skeleton(load(checkpoint, dtype=torch.float64)))
+build_artifact(skeleton, inputs, ("nano::attention",), {}, folder, form="bundle")
+"""
 
 # What a later start does, in a process of its own.
 LOAD = """
@@ -69,13 +86,7 @@ def artifact_folder(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) 
     folder = tmp_path_factory.mktemp("artifact")
     unfinished = folder / "unfinished"
     unfinished.mkdir()
-    inputs = {
-        "input_ids": torch.zeros(8, dtype=torch.int32),
-        "positions": torch.zeros(8, dtype=torch.int64),
-    }
-    torch._dynamo.reset()
-    skeleton = load_skeleton(dump_skeleton(load(checkpoint, dtype=torch.float64)))
-    build_artifact(skeleton, inputs, ("nano::attention",), {}, unfinished, form="bundle")
+    run(BUILD, checkpoint, unfinished)
     return unfinished.rename(folder / "finished")
 
 
@@ -102,16 +113,20 @@ def test_another_process_runs_them_at_every_size_and_traces_and_compiles_nothing
 ):
     libraries = modified(artifact_folder, "*.so")
     assert libraries
-    command = [sys.executable, "-c", LOAD, str(checkpoint), str(artifact_folder)]
-    command += map(str, SIZES)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    errors, counts = json.loads(done.stdout)
+    errors, counts = json.loads(run(LOAD, checkpoint, artifact_folder, *SIZES))
     assert list(map(int, errors)) == list(SIZES)
     assert max(errors.values()) < 1e-9
     assert counts == {"traced": {}, "missed": 0}
     assert modified(artifact_folder, "*.so") == libraries
     Manifest.read(artifact_folder)  # nor is anything changed that has a digest
+
+
+def run(program: str, *arguments: object) -> str:
+    """What `program` prints in a process of its own."""
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def modified(folder: Path, pattern: str) -> dict[Path, float]:
