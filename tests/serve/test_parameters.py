@@ -337,6 +337,25 @@ def test_a_neutral_field_changes_nothing(chat_server: Server, route: str, name: 
     assert (table(route, State.NEUTRAL)[name].reason or "") in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("route", "fields"),
+    [
+        (CHAT, {"store": 0}),
+        (CHAT, {"store": 0.0}),
+        (CHAT, {"include_reasoning": 1}),
+        (COMPLETIONS, {"use_beam_search": 0}),
+        (COMPLETIONS, {"best_of": True}),
+        (CHAT, {"stream": True, "stream_options": {"include_obfuscation": 0.0}}),
+    ],
+    ids=str,
+)
+def test_no_number_stands_for_a_boolean_nor_a_boolean_for_a_number(
+    chat_server: Server, route: str, fields: dict[str, Any]
+) -> None:
+    error = refusal(chat_server, route, **fields)
+    assert error["param"].startswith(list(fields)[-1])
+
+
 @pytest.mark.parametrize(("route", "name"), cases(State.REFUSED))
 def test_a_refused_field_is_refused_with_its_reason(
     chat_server: Server, route: str, name: str

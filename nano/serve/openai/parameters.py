@@ -68,7 +68,7 @@ class Body(BaseModel):
         cls, value: Any, accept: Callable[[Any], Any], info: ValidationInfo
     ) -> Any:
         try:
-            return accept(value)
+            accepted = accept(value)
         except ValidationError as error:
             parameter = parameter_of(cls, info.field_name or "")
             first = error.errors(include_url=False, include_input=False)[0]
@@ -79,9 +79,18 @@ class Body(BaseModel):
                 raise  # it says what is wrong, deeper inside
             else:
                 why = f"got {reprlib.repr(value)}" if is_of_union else first["msg"]
-            raise PydanticCustomError(
-                "refused", "{why}; accepted: {accepts}", {"why": why, "accepts": parameter.accepts}
-            ) from None
+            raise _refusal(parameter, why) from None
+        # A Literal compares: 0.0 would do for false, and true for 1.
+        if isinstance(accepted, bool) is not isinstance(value, bool):
+            parameter = parameter_of(cls, info.field_name or "")
+            raise _refusal(parameter, parameter.reason or f"got {reprlib.repr(value)}")
+        return accepted
+
+
+def _refusal(parameter: Parameter, why: str) -> PydanticCustomError:
+    return PydanticCustomError(
+        "refused", "{why}; accepted: {accepts}", {"why": why, "accepts": parameter.accepts}
+    )
 
 
 def parameter_of(body: type[Body], name: str) -> Parameter:
