@@ -17,7 +17,6 @@ from nano.kv_spec import LayerKVSpec
 
 MAX_REQUESTS = 2**16  # of one step: 8 bytes each
 MAX_HEAD_DIM = 256
-MAX_GROUP = 64  # query heads per KV head
 RANGE = 512  # positions: what one program sums when a request is dealt out, a multiple of any tile
 _CACHED = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 _OLDEST = {"float8_e4m3fn": (8, 9)}  # compute capability; before, a GPU cannot convert to it
