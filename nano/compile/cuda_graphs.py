@@ -114,6 +114,11 @@ class CudaGraphs:
                 self._attention.forward(*call)
         return captured.hidden[:num_tokens]
 
+    @property
+    def num_waiting(self) -> int:
+        """Keys that are still to be captured."""
+        return len(self._waiting)
+
     def capture_next(self) -> bool:
         """Capture the largest key that waits; whether any is left. Between two steps.
 

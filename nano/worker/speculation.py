@@ -29,6 +29,7 @@ from nano.worker.step_memory import measure_step_memory
 logger = get_logger(__name__)
 
 _CONTEXT = 128  # tokens that a measured pass attends to
+_MOST_LENGTHS = 8  # of drafts, that all have graphs of their own: more take memory, and are rare
 
 
 class Speculation:
@@ -72,8 +73,13 @@ class Speculation:
 
     @property
     def query_lens(self) -> set[int]:
-        """Tokens of each request in the target's uniform steps: decode, and full verification."""
-        return {1} | {info.num_tokens + 1 for info in self.infos}
+        """Tokens of each request in the target's uniform steps: decode, and verification of as many
+        drafts as a proposer makes at most, or of fewer if these are few lengths."""
+        lens = {1}
+        for info in self.infos:
+            shortest = 1 if info.num_tokens <= _MOST_LENGTHS else info.num_tokens
+            lens |= {num_drafts + 1 for num_drafts in range(shortest, info.num_tokens + 1)}
+        return lens
 
     def measure_passes(self, token_budget: int) -> None:
         """Settle how many tokens a pass of each model may have; `token_budget` is the target's."""

@@ -174,8 +174,14 @@ class Worker:
         return None
 
     def _capture_next(self) -> bool:
-        """Capture one graph; whether there may be more to capture. Between two steps."""
-        return any(graphs.capture_next() for loaded in self._loaded for graphs in loaded.graphs)
+        """Capture one graph; whether there may be more to capture. Between two steps.
+
+        Models take turns: a step has more passes of a draft model than of the target.
+        """
+        unfinished = [g for loaded in self._loaded for g in loaded.graphs if g.num_waiting]
+        if unfinished:
+            min(unfinished, key=lambda graphs: len(graphs.captured)).capture_next()
+        return bool(unfinished)
 
     def _num_blocks(
         self, layers: list[LayerKVSpec], max_num_requests: int, meter: MemoryMeter | None

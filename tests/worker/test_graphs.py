@@ -72,8 +72,11 @@ def device(monkeypatch: pytest.MonkeyPatch) -> RecordingCpu:
     return device
 
 
-def generate(checkpoint: Path, **args) -> list[list[int]]:
-    params = [SamplingParams(max_tokens=90, temperature=0.7 * i, seed=i) for i in range(3)]
+def generate(checkpoint: Path, *, max_tokens: int = 90, **args) -> list[list[int]]:
+    params = [
+        SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.7 * i, seed=i)
+        for i in range(3)
+    ]
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     with LLM(checkpoint, **(SETTINGS | {"num_gpu_blocks_override": 64} | args)) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -91,7 +94,9 @@ def load(checkpoint: Path, **args) -> Worker:
 def test_an_engine_that_replays_graphs_says_what_an_eager_one_says(
     checkpoint, draft, monkeypatch, startup, is_speculating
 ):
-    args = {"speculative_config": DRAFTING | {"model": str(draft)}} if is_speculating else {}
+    # One graph is captured per step, and the sizes of these requests come last: many steps, then.
+    args = {"max_model_len": 512, "max_tokens": 300}
+    args |= {"speculative_config": DRAFTING | {"model": str(draft)}} if is_speculating else {}
     expected = generate(checkpoint, **args)
     device = RecordingCpu()
     monkeypatch.setattr(worker, "make_device", lambda *_: device)
@@ -116,11 +121,13 @@ def test_graphs_are_captured_before_the_first_step_or_between_steps(checkpoint, 
         assert len(graphs.captured) == count
 
 
-def test_verification_of_a_full_draft_has_graphs_of_its_own(checkpoint, draft, device):
+def test_verification_has_graphs_of_each_length_or_of_the_longest_if_they_are_many(
+    checkpoint, draft, device
+):
     config = DRAFTING | {"model": str(draft)}
     loaded = load(checkpoint, num_gpu_blocks_override=64, speculative_config=config)
     (graphs,), (of_draft,) = loaded.target.graphs, loaded.speculation.loaded[0].graphs
-    assert {key.query_len for key in graphs.captured if key.is_full} == {1, 4, 17}  # predictions
+    assert {key.query_len for key in graphs.captured if key.is_full} == {1, 2, 3, 4, 17}
     assert {key.query_len for key in of_draft.captured if key.is_full} == {1, 2}  # all right: two
 
 
