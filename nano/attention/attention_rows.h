@@ -17,8 +17,7 @@
 
 constexpr long RANGE = 256;             // positions under one softmax; part of the numerics
 constexpr long PANEL = 16;              // positions whose keys lie side by side
-constexpr long CHUNK = 64;              // positions that stay in the first-level cache for all rows
-constexpr long AHEAD = CHUNK / PANEL;   // panels from one that is used to one that is prefetched
+constexpr long AHEAD = 4;               // panels from one that is used to one that is prefetched
 constexpr int MAX_ROWS = 6;             // rows whose sums are held in registers ...
 constexpr int WIDE = LANES == 16 ? 4 : 1;  // ... times panels: 24 of 32 registers, or 12 of 16
 
@@ -96,18 +95,21 @@ template <int ROWS, int PANELS, class T>
 NANO_KERNEL score_panels(const float* q, const T* const* keys, long dim, float* scores) {
   constexpr int VECS = PANELS * PANEL / LANES;
   Vec sums[ROWS][VECS] = {};
-  for (long d = 0; d < dim; d++) {
-    Vec key[VECS];
+  for (int p = 0; p < PANELS; p++) {  // with each part of the dimensions, one of the panels ahead is fetched
+    const T* next = keys[p + AHEAD];
+    for (long d = dim * p / PANELS; d < dim * (p + 1) / PANELS; d++, next += PANELS * PANEL) {
+      Vec key[VECS];
 #pragma GCC unroll 4
-    for (int v = 0; v < VECS; v++)
-      key[v] = load_as<Vec>(keys[v * LANES / PANEL] + d * PANEL + v * LANES % PANEL);
+      for (int v = 0; v < VECS; v++)
+        key[v] = load_as<Vec>(keys[v * LANES / PANEL] + d * PANEL + v * LANES % PANEL);
 #pragma GCC unroll 4
-    for (int p = 0; p < PANELS; p++) __builtin_prefetch(keys[p + AHEAD] + d * PANEL, 0, 2);
+      for (int i = 0; i < PANELS; i++) __builtin_prefetch(next + i * PANEL, 0, 2);
 #pragma GCC unroll 6
-    for (int r = 0; r < ROWS; r++) {
-      const Vec factor = broadcast(q[r * dim + d]);
+      for (int r = 0; r < ROWS; r++) {
+        const Vec factor = broadcast(q[r * dim + d]);
 #pragma GCC unroll 4
-      for (int v = 0; v < VECS; v++) sums[r][v] = multiply_add(factor, key[v], sums[r][v]);
+        for (int v = 0; v < VECS; v++) sums[r][v] = multiply_add(factor, key[v], sums[r][v]);
+      }
     }
   }
 #pragma GCC unroll 6
@@ -137,14 +139,14 @@ NANO_KERNEL add_columns(const float* weights, const T* const* values, long from,
     for (int v = 0; v < VECS; v++) column[r][v] = load_as<V>(sums + r * dim + at + v * WIDTH);
   for (long t = from; t < to;) {
     const T* row = values[t / PANEL] + t % PANEL * dim + at;
-    const T* ahead = values[t / PANEL + AHEAD] + t % PANEL * dim + at;
+    const T* next = values[t / PANEL + AHEAD] + t % PANEL * dim + at;
     const long end = std::min(to, (t / PANEL + 1) * PANEL);
-    for (; t < end; t++, row += dim, ahead += dim) {
+    for (; t < end; t++, row += dim, next += dim) {
       V value[VECS];
 #pragma GCC unroll 4
       for (int v = 0; v < VECS; v++) value[v] = load_as<V>(row + v * WIDTH);
 #pragma GCC unroll 4
-      for (int p = 0; p < VECS * WIDTH / PANEL; p++) __builtin_prefetch(ahead + p * PANEL, 0, 2);
+      for (int p = 0; p < VECS * WIDTH / PANEL; p++) __builtin_prefetch(next + p * PANEL, 0, 2);
 #pragma GCC unroll 6
       for (int r = 0; r < ROWS; r++) {
         const V weight = weights[r * RANGE + t] - V{};
@@ -182,7 +184,7 @@ inline float fold(const Vec* panel, Combine&& combine) {
   return lanes[0];
 }
 
-// Turn a row's scores of `num_seen` positions into weights e^(score - best), and sum them into `mass`.
+// Turn a row's scores of `num_seen` positions into weights 2^(score - best), and sum them into `mass`.
 // What follows them in their last panel is overwritten.
 inline void soften(float* scores, long num_seen, float& best, float& mass) {
   constexpr int VECS = PANEL / LANES;
@@ -196,7 +198,7 @@ inline void soften(float* scores, long num_seen, float& best, float& mass) {
   best = fold(largest, [](float a, float b) { return a > b ? a : b; });
   for (long i = 0; i < end; i += PANEL)
     for (int v = 0; v < VECS; v++) {
-      const Vec weight = exponential(load(scores + i + v * LANES) - broadcast(best));
+      const Vec weight = exponential_of_two(load(scores + i + v * LANES) - broadcast(best));
       sums[v] += weight;
       store(scores + i + v * LANES, weight);
     }
@@ -215,7 +217,7 @@ inline void merge(const State& state, const State& next, long first, long last, 
   for (long r = first; r < last; r++) {
     const bool is_larger = next.best[r] > state.best[r];
     const State &large = is_larger ? next : state, &small = is_larger ? state : next;
-    const float factor = exponential(broadcast(small.best[r] - large.best[r]))[0];
+    const float factor = exponential_of_two(broadcast(small.best[r] - large.best[r]))[0];
     const float *most = large.sums + r * dim, *rest = small.sums + r * dim;
     float* sums = state.sums + r * dim;
     for (long d = 0; d < dim; d++) sums[d] = most[d] + rest[d] * factor;

@@ -21,6 +21,7 @@ namespace {
 
 using torch::headeronly::ScalarType;
 
+constexpr double LOG2_E = 1.4426950408889634;
 constexpr long WRITTEN_TOGETHER = 32;  // tokens that one task writes
 
 template <class T>
@@ -44,7 +45,7 @@ struct Step {
   const int64_t* slots;                   // [T]
   const int32_t *query_start, *seq_lens;  // [R + 1], [R]
   long num_requests, table_stride, num_heads;
-  float scale;
+  float scale;  // of scores whose power of two is taken
 };
 
 // Float memory of a thread that starts at a cache line: vectors across two lines cost two loads.
@@ -63,14 +64,14 @@ class Memory {
 // What a task works in.
 struct Scratch {
   float* q;       // [rows][D], scaled
-  float* scores;  // [rows][RANGE]; later weights
-  float* panels;  // [CHUNK * D]: copied keys or values
+  float* scores;  // [MAX_ROWS][RANGE]; later weights
+  float* panels;  // [2 * RANGE * D]: copied keys and values
   State state, next;
 };
 
 Scratch scratch_of_thread(long num_rows, long dim) {
   static thread_local Memory memory;
-  const long q = aligned(num_rows * dim), scores = num_rows * RANGE, panels = aligned(CHUNK * dim);
+  const long q = aligned(num_rows * dim), scores = MAX_ROWS * RANGE, panels = 2 * RANGE * dim;
   const long state = state_size(num_rows, dim);
   float* start = memory.at_least(q + scores + panels + 2 * state);
   float* states = start + q + scores + panels;
@@ -165,86 +166,82 @@ inline void for_row_blocks(long first, long last, Body&& body) {
   }
 }
 
-// The scores of a tile's rows against the chunk of keys at `start`.
+// Panels of a range in the order of their use: `num_panels` of keys, their values, and the AHEAD keys of the
+// next range, for no more than to prefetch them.
 template <class T>
-void score_chunk(const Tile& tile, const T* const* keys, long start, long dim, const Scratch& scratch) {
-  for_row_blocks(tile.first_row_that_sees(start), tile.num_rows(), [&](auto num_rows, long row) {
-    const long last = tile.last_position(row + num_rows - 1);
-    const long num_panels = std::min(last - start, CHUNK - 1) / PANEL + 1;
-    float* scores = scratch.scores + row * RANGE + start % RANGE;
-    score<num_rows>(scratch.q + row * dim, keys, num_panels, dim, scores);
-  });
-}
+struct Panels {
+  const T* panels[2 * RANGE / PANEL + AHEAD];
+  long num_panels;
 
-// Add the values of the chunk at `start` to what its rows gather. A position that a row does not see is
-// never multiplied, not even by zero: it may hold NaN.
-template <class T>
-void add_chunk(const Tile& tile, const T* const* values, long start, long dim, const Scratch& scratch,
-               const State& state) {
-  auto num_seen = [&](long row) { return std::min(tile.last_position(row) + 1 - start, CHUNK); };
-  for_row_blocks(tile.first_row_that_sees(start), tile.num_rows(), [&](auto num_rows, long row) {
-    const float* weights = scratch.scores + row * RANGE + start % RANGE;
-    float* sums = state.sums + row * dim;
-    const long num_shared = num_seen(row);  // the first row sees least
-    add_values<num_rows>(weights, values, 0, num_shared, dim, sums);
-    for (long r = 1; r < num_rows; r++)
-      if (num_seen(row + r) > num_shared)
-        add_values<1>(weights + r * RANGE, values, num_shared, num_seen(row + r), dim, sums + r * dim);
-  });
-}
+  const T* const* keys() const { return panels; }
+  const T* const* values() const { return panels + num_panels; }
+};
 
-// Panels in the order of their use: keys from position `start` on, their values, and the AHEAD keys of the
-// next range, for no more than to prefetch them. Beyond `last_seen` there may be no block.
+// Those of the positions [start, last_seen] where they lie in the cache. Beyond there may be no block.
 template <class T>
-void find_panels(const Pages<T>& pages, long start, long num_panels, long last_seen, const T** panels) {
+Panels<T> find_panels(const Pages<T>& pages, long start, long num_panels, long last_seen) {
+  Panels<T> found;
+  found.num_panels = num_panels;
   for (long i = 0; i < num_panels; i++) {
-    panels[i] = pages.panel(start + i * PANEL);
-    panels[num_panels + i] = panels[i] + pages.cache.size();
+    found.panels[i] = pages.panel(start + i * PANEL);
+    found.panels[num_panels + i] = found.panels[i] + pages.cache.size();
   }
   for (long i = 0; i < AHEAD; i++) {
     const long position = start + (num_panels + i) * PANEL;
-    panels[2 * num_panels + i] = position <= last_seen ? pages.panel(position) : panels[num_panels - 1];
+    found.panels[2 * num_panels + i] =
+        position <= last_seen ? pages.panel(position) : found.panels[num_panels - 1];
   }
+  return found;
 }
 
-// What a tile's rows gather in one range, into `state`. Rows that see nothing of it are left alone.
+// The same in copies, as floats.
+template <class T>
+Panels<float> copy_panels(const Pages<T>& pages, long start, long num_panels, long num_seen, float* copies) {
+  const long size = PANEL * pages.cache.dim;
+  Panels<float> found;
+  found.num_panels = num_panels;
+  for (long i = 0; i < 2 * num_panels; i++) found.panels[i] = copies + i * size;
+  for (long i = 0; i < AHEAD; i++) found.panels[2 * num_panels + i] = copies;
+  pages.copy_keys(start, num_seen, copies);
+  pages.copy_values(start, num_seen, copies + num_panels * size);
+  return found;
+}
+
+// What a tile's rows gather in the range at `start`, into `state`; a few rows at a time, whose scores stay
+// in the first-level cache. Rows that see nothing of it are left alone. A position that a row does not see
+// is never multiplied by its value, not even as zero: that may be NaN.
+template <class T>
+void attend_panels(const Tile& tile, const Panels<T>& panels, long start, long dim, const Scratch& scratch,
+                   const State& state) {
+  auto num_seen = [&](long row) { return std::min(tile.last_position(row) + 1 - start, RANGE); };
+  for_row_blocks(tile.first_row_that_sees(start), tile.num_rows(), [&](auto num_rows, long row) {
+    float *scores = scratch.scores, *sums = state.sums + row * dim;
+    const long last_panel = (num_seen(row + num_rows - 1) - 1) / PANEL;
+    score<num_rows>(scratch.q + row * dim, panels.keys(), last_panel + 1, dim, scores);
+    for (long r = 0; r < num_rows; r++)
+      soften(scores + r * RANGE, num_seen(row + r), state.best[row + r], state.mass[row + r]);
+    std::fill(sums, sums + num_rows * dim, 0.0f);
+    const long num_shared = num_seen(row);  // the first row sees least
+    add_values<num_rows>(scores, panels.values(), 0, num_shared, dim, sums);
+    for (long r = 1; r < num_rows; r++)
+      if (num_seen(row + r) > num_shared)
+        add_values<1>(scores + r * RANGE, panels.values(), num_shared, num_seen(row + r), dim,
+                      sums + r * dim);
+  });
+}
+
 template <class T>
 void attend(const Step<T>& step, const Tile& tile, long head, long range, const Scratch& scratch,
             const State& state) {
-  const long dim = step.cache.dim, num_rows = tile.num_rows();
+  const long dim = step.cache.dim;
   const Pages<T> pages{step.cache, step.block_table + tile.request * step.table_stride, head};
-  const bool is_direct = step.cache.width == PANEL;
-  const long start = range * RANGE, last_seen = tile.last_position(num_rows - 1);
-  const long end = std::min(start + RANGE, last_seen + 1);
-  const long first_row = tile.first_row_that_sees(start);
-
-  const long num_panels = (end - start + PANEL - 1) / PANEL;
-  const T* panels[2 * RANGE / PANEL + AHEAD];
-  if (is_direct) find_panels(pages, start, num_panels, last_seen, panels);
-  const float* copies[2 * AHEAD];
-  for (long i = 0; i < 2 * AHEAD; i++) copies[i] = scratch.panels + i % AHEAD * PANEL * dim;
-
-  for (long chunk = start; chunk < end; chunk += CHUNK) {
-    if (is_direct) {
-      score_chunk(tile, panels + (chunk - start) / PANEL, chunk, dim, scratch);
-    } else {
-      pages.copy_keys(chunk, std::min(CHUNK, end - chunk), scratch.panels);
-      score_chunk(tile, copies, chunk, dim, scratch);
-    }
-  }
-  for (long r = first_row; r < num_rows; r++) {
-    const long num_seen = std::min(tile.last_position(r) + 1 - start, RANGE);
-    soften(scratch.scores + r * RANGE, num_seen, state.best[r], state.mass[r]);
-  }
-  std::fill(state.sums + first_row * dim, state.sums + num_rows * dim, 0.0f);
-  for (long chunk = start; chunk < end; chunk += CHUNK) {
-    if (is_direct) {
-      add_chunk(tile, panels + num_panels + (chunk - start) / PANEL, chunk, dim, scratch, state);
-    } else {
-      pages.copy_values(chunk, std::min(CHUNK, end - chunk), scratch.panels);
-      add_chunk(tile, copies, chunk, dim, scratch, state);
-    }
-  }
+  const long start = range * RANGE, last_seen = tile.last_position(tile.num_rows() - 1);
+  const long num_seen = std::min(last_seen + 1 - start, RANGE), num_panels = (num_seen + PANEL - 1) / PANEL;
+  if (step.cache.width == PANEL)
+    attend_panels(tile, find_panels(pages, start, num_panels, last_seen), start, dim, scratch, state);
+  else
+    attend_panels(tile, copy_panels(pages, start, num_panels, num_seen, scratch.panels), start, dim, scratch,
+                  state);
 }
 
 // The attention of one step, task by task.
@@ -357,7 +354,7 @@ void paged_attention(Tensor q, Tensor k, Tensor v, Tensor kv_cache, Tensor out, 
       static_cast<const int64_t*>(slots.data_ptr()),
       static_cast<const int32_t*>(query_start.data_ptr()),
       static_cast<const int32_t*>(seq_lens.data_ptr()), seq_lens.size(0), block_table.stride(0),
-      num_heads, (float)scale});
+      num_heads, (float)(scale * LOG2_E)});
 }
 
 // Define the op for caches of T in this file's library.
