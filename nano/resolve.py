@@ -47,10 +47,10 @@ def resolve(config: EngineConfig, find: Callable[[str], Gpus] = find_gpus) -> En
         )
     device, gpu = _resolve_device(config.device.kind, find)
     is_cpu = device == "cpu"
-    if is_cpu and model.dtype in ("bfloat16", "float16"):
+    if is_cpu and model.dtype == "float16":
         raise ConfigError(
-            f"dtype={model.dtype} is not computed on CPU, which has no units for it here; "
-            "use float32 (every bfloat16 and float16 weight is exact in it) or auto"
+            "dtype=float16 is not computed on CPU, which has no units for it here; "
+            "use float32 (every float16 weight is exact in it), bfloat16 or auto"
         )
     dtype = model.dtype
     if dtype == "auto":

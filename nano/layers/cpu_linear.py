@@ -17,7 +17,7 @@ from nano.native.build import load_ops
 
 
 class FloatWeight(PackedWeight):
-    """Weights that are stored as floats and computed with in float32, which changes no value."""
+    """Weights that are stored as floats, and summed up in float32."""
 
     stored_dtype: ClassVar[torch.dtype]
     packed: Tensor
@@ -40,16 +40,16 @@ class FloatWeight(PackedWeight):
     def pack(
         weight: Tensor,
         bias: Tensor | None,
-        storage: Literal["float32", "bfloat16"] | None = None,
+        format: Literal["float32", "bfloat16", "w16a16"] | None = None,
     ) -> "FloatWeight":
         """weight: [N, K] float32; bias: [N] float32.
 
-        `storage` None is bfloat16 if every weight fits it: half the memory traffic, and no result
-        changes. "bfloat16" rounds to the nearest what does not fit.
+        `format` None is bfloat16 if every weight fits it: half the memory traffic, and no result
+        changes. "bfloat16" and "w16a16" round to the nearest what does not fit.
         """
-        if storage is None:
-            storage = "bfloat16" if fits_bfloat16(weight) else "float32"
-        chosen = FLOAT_FORMATS[storage]
+        if format is None:
+            format = "bfloat16" if fits_bfloat16(weight) else "float32"
+        chosen = FLOAT_FORMATS[format]
         packed = chosen._pack(weight.detach().to(chosen.stored_dtype))
         return chosen(packed, None if bias is None else bias.detach(), *weight.shape)
 
@@ -99,8 +99,21 @@ class BFloat16Weight(FloatWeight):
         return weight[: self.num_outputs, : self.num_inputs]
 
 
+class W16A16Weight(FloatWeight):
+    """As bfloat16 is packed; its inputs are rounded to bfloat16 as well."""
+
+    format = "w16a16"
+    stored_dtype = torch.bfloat16
+    _pack = BFloat16Weight._pack
+    dequantized = BFloat16Weight.dequantized
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.nano.linear_w16a16(x, self.packed, self.bias, self.num_outputs)
+        return out
+
+
 FLOAT_FORMATS: dict[str, type[FloatWeight]] = {
-    chosen.format: chosen for chosen in (Float32Weight, BFloat16Weight)
+    chosen.format: chosen for chosen in (Float32Weight, BFloat16Weight, W16A16Weight)
 }
 
 

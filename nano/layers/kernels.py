@@ -1,8 +1,8 @@
 """Kernels: what the layers of a model compute with, chosen once, before the model runs.
 
-`TorchKernels` serve any dtype and device; the last bits of a row may depend on its batch. The other
-two promise that they do not: `NativeKernels` (native_kernels.py) and, where there is no C++
-compiler, their slow twin `RowKernels` (row_kernels.py).
+`TorchKernels` serve any dtype and device; the last bits of a row may depend on its batch. The others
+promise that they do not: `NativeKernels` and `BFloat16Kernels` (native_kernels.py) and, where there
+is no C++ compiler, the slow twin of the former, `RowKernels` (row_kernels.py).
 """
 
 from abc import ABC, abstractmethod
@@ -23,6 +23,10 @@ class Kernels(ABC):
     @abstractmethod
     def pack(self, weight: Tensor, bias: Tensor | None) -> PackedWeight | None:
         """A linear layer's parameters as these kernels read them; None: as they are."""
+
+    def between_layers(self, dtype: torch.dtype) -> torch.dtype:
+        """Of what layers hand on in a model that computes in `dtype`."""
+        return dtype
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

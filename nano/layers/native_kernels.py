@@ -1,4 +1,4 @@
-"""NativeKernels: the layers of a float32 model on our own C++ ops. T tokens."""
+"""The layers of a model on our own C++ ops: in float32, or multiplying in bfloat16. T tokens."""
 
 from functools import cache
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nano.layers.cpu_linear import FloatWeight
+from nano.layers.cpu_linear import FloatWeight, W16A16Weight
 from nano.layers.kernels import Kernels
 from nano.native.build import load_ops
 
@@ -34,6 +34,23 @@ class NativeKernels(Kernels):
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         out: Tensor = torch.ops.nano.silu_and_mul(gate_up)
         return out
+
+
+class BFloat16Kernels(NativeKernels):
+    """Linear layers round their inputs and weights to bfloat16, and sum the products in float32;
+    everything between them stays float32."""
+
+    name = "native bfloat16"
+
+    @staticmethod
+    def is_available() -> bool:
+        return NativeKernels.is_available() and W16A16Weight.is_available()
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> FloatWeight:
+        return FloatWeight.pack(weight, bias, "w16a16")
+
+    def between_layers(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32
 
 
 @cache

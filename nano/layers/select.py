@@ -1,9 +1,11 @@
 """select_kernels: which kernels a model's layers compute with, and why."""
 
+from nano.errors import ConfigError
 from nano.layers.kernels import Kernels, TorchKernels
-from nano.layers.native_kernels import NativeKernels
+from nano.layers.native_kernels import BFloat16Kernels, NativeKernels
 from nano.layers.row_kernels import RowKernels
 from nano.log import get_logger
+from nano.native.build import cpu_name
 
 logger = get_logger(__name__)
 
@@ -12,10 +14,18 @@ def select_kernels(dtype: str, numerics: str, device: str = "cpu") -> Kernels:
     """The fastest kernels that keep what `numerics` promises, for a model that computes in `dtype`.
 
     "exact": a row's bits do not depend on its batch. "fast" gives that up where keeping it is slow.
+    Raises `ConfigError` for bfloat16 on a CPU without our kernels.
     """
     if device != "cpu":
         logger.info("layers: torch's kernels on %s", device)
         return TorchKernels()
+    if dtype == "bfloat16":
+        if not BFloat16Kernels.is_available():
+            raise ConfigError("dtype=bfloat16 on a CPU needs a C++ compiler; float32 does without")
+        has_units = "avx512_bf16" in cpu_name().split()
+        why = "" if has_units else " (in units for float32, which takes as long: there are no others)"
+        logger.info("layers: native kernels, products of bfloat16 summed in float32%s", why)
+        return BFloat16Kernels()
     if dtype == "float32" and NativeKernels.is_available():
         logger.info("layers: native kernels")
         return NativeKernels()

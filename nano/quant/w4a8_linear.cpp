@@ -3,12 +3,13 @@
 // Every 32 inputs of a row have a scale of their own, so an outlier spoils only its neighbours. Within them
 // all is integers; across them each output is one chain of fused multiply-adds, two a group:
 //   (sum q_w q_x) * x_scale  times the scale,   (sum q_x) * x_scale  times the offset.
+#include "layers/tiled_linear.h"
 #include "quant/int4_weights.h"
-#include "quant/integer_linear.h"
+#include "quant/quantized_rows.h"
 
 namespace {
 
-using namespace nano_integer;
+using namespace nano_tiled;
 
 constexpr long GROUP = 32;  // inputs of a row that share a scale; divides the weights' groups
 constexpr long WORD = 8;    // inputs in a word
@@ -20,6 +21,7 @@ constexpr int vectors_at_once(int rows) {
 }
 
 struct Tile {
+  using Rows = QuantizedRows;
   static constexpr int MAX_ROWS = LANES == 16 ? 6 : HAS_DOTS ? 4 : 1;
 
   Int4Weights weights;
@@ -93,7 +95,7 @@ Tensor linear_w4a8(const Tensor& x, const Tensor& packed, const Tensor& scales,
   const QuantizedRows rows = quantize_rows(ops.x, ops.K, GROUP, RowTiles(ops.M, Tile::MAX_ROWS));
   const auto offsets = std::unique_ptr<float[]>(new float[ops.M * rows.num_groups]);
   for (long i = 0; i < ops.M * rows.num_groups; i++) offsets[i] = rows.scale[i] * (float)rows.sum[i];
-  integer_linear(Tile{Int4Weights(packed, scales, group_size), offsets.get(), ops}, rows, ops,
+  tiled_linear(Tile{Int4Weights(packed, scales, group_size), offsets.get(), ops}, rows, ops,
                  (ops.K / 2 + 1) * PANEL);
   return y;
 }

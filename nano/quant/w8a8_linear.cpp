@@ -3,11 +3,12 @@
 //
 // Weights lie as in int8_weights.h: one load brings four inputs of LANES outputs, which one instruction
 // multiplies by the same four of a row.
-#include "quant/integer_linear.h"
+#include "layers/tiled_linear.h"
+#include "quant/quantized_rows.h"
 
 namespace {
 
-using namespace nano_integer;
+using namespace nano_tiled;
 
 // Vectors of a panel whose sums, with those of its other rows, fit the registers.
 constexpr int vectors_at_once(int rows) {
@@ -17,7 +18,18 @@ constexpr int vectors_at_once(int rows) {
 
 constexpr long LINE_WORDS = 16;  // of a cache line
 
+// Multiplication that is not to be fused with the addition after it, which not every CPU could do.
+static NANO_INLINE Vec unfused(Vec product) {
+#if defined(__has_builtin) && __has_builtin(__builtin_assoc_barrier)
+  return __builtin_assoc_barrier(product);
+#else
+  asm volatile("" : "+m"(product));
+  return product;
+#endif
+}
+
 struct Tile {
+  using Rows = QuantizedRows;
   static constexpr int MAX_ROWS = LANES == 16 ? 7 : HAS_DOTS ? 4 : 1;
 
   const uint32_t* words;  // [N / 64][num_words][64]
@@ -83,7 +95,7 @@ Tensor linear_w8a8(const Tensor& x, const Tensor& packed, const Tensor& scales,
   const Operands ops = operands(rows, bias, y);
   const Tile tile{static_cast<const uint32_t*>(packed.const_data_ptr()), scales.const_data_ptr<float>(),
                   packed.size(1), ops};
-  integer_linear(tile, quantize_rows(ops.x, K, K, RowTiles(ops.M, Tile::MAX_ROWS)), ops, K * PANEL);
+  tiled_linear(tile, quantize_rows(ops.x, K, K, RowTiles(ops.M, Tile::MAX_ROWS)), ops, K * PANEL);
   return y;
 }
 

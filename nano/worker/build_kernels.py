@@ -27,8 +27,11 @@ def build_kernels(config: EngineConfig) -> threading.Thread:
 
     Nobody need wait for the thread: whoever loads a library waits for its own compilation.
     """
-    formats = _FORMATS.get(config.model.quantization or "", ("layers/bfloat16",))
-    cache = "bfloat16" if config.kv_cache.dtype == "bfloat16" else "float32"
+    is_narrow = config.model.dtype == "bfloat16"
+    floats = "layers/w16a16" if is_narrow else "layers/bfloat16"
+    formats = _FORMATS.get(config.model.quantization or "", (floats,))
+    told = config.kv_cache.dtype
+    cache = "bfloat16" if told == "bfloat16" or (told == "auto" and is_narrow) else "float32"
     names = (  # in the order in which a worker asks
         "layers/cpu_rows",
         *(f"{name}_linear" for name in formats),

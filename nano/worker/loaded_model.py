@@ -53,10 +53,11 @@ class LoadedModel:
         self.kernels = select_kernels(
             config.model.dtype, config.model.numerics, device.torch_device.type
         )
+        self.dtype = self.kernels.between_layers(getattr(torch, config.model.dtype))
         self.model = load_model(
             folder,
             load_decoder_config(folder),
-            dtype=getattr(torch, config.model.dtype),
+            dtype=self.dtype,
             device=device.torch_device,
             max_model_len=self.max_model_len,
             load_format=config.model.load_format,
@@ -97,7 +98,7 @@ class LoadedModel:
 
     @property
     def _agrees_compiled(self) -> bool:
-        return self.kernels.name == NativeKernels.name
+        return isinstance(self.kernels, NativeKernels)
 
     def new_backend(self) -> AttentionBackend:
         """One for each context that plans steps of its own."""
@@ -106,7 +107,7 @@ class LoadedModel:
                 self.config.kv_cache.block_size,
                 self.kv_layers[0],
                 self.model.config.num_heads,
-                getattr(torch, self.config.model.dtype),
+                self.dtype,
                 self.device.torch_device,
                 self.config.attention.kv_split,
             )

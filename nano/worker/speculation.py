@@ -106,11 +106,10 @@ class Speculation:
     def _hold_probs(self, loaded: LoadedModel, num_requests: int, num_drafts: int) -> None:
         """Take what a loop of passes takes over the vocabulary: a pass has the logits of all
         requests at once, and a rule keeps what each draft is drawn from."""
-        hidden_size, dtype = loaded.model.config.hidden_size, loaded.config.model.dtype
         hidden = torch.zeros(
             num_requests,
-            hidden_size,
-            dtype=getattr(torch, dtype),
+            loaded.model.config.hidden_size,
+            dtype=loaded.dtype,
             device=loaded.device.torch_device,
         )
         logits = loaded.model.compute_logits(hidden)

@@ -1,39 +1,31 @@
-// integer_linear<Tile>: deals the rows and outputs of a linear layer with 8-bit activations to tiles that
-// fill the registers, and those to threads. Integer sums are exact, so how they are cut shows nowhere.
+// tiled_linear<Tile>: deals the rows and outputs of a linear layer whose activations were made narrower to
+// tiles that fill the registers, and those to threads. A tile sums over all inputs: cuts show nowhere.
 //
 // A class Tile has
-//   static constexpr int MAX_ROWS;          most rows of a tile
-//   template <int ROWS> void run(const QuantizedRows& x, long row, long output) const;
-//                                           the tile of rows from `row` on, the panel from `output` on
+//   static constexpr int MAX_ROWS;   most rows of a tile
+//   using Rows = ...;                the activations, cut into `tiles` of rows
+//   template <int ROWS> void run(const Rows& x, long row, long output) const;
+//                                    the tile of rows from `row` on, the panel from `output` on
 #pragma once
 
 #include <array>
 #include <utility>
 
-#include "layers/linear_kernel.h"
+#include "layers/linear_operands.h"
 #include "native/tensor.h"
-#include "quant/quantized_rows.h"
+#include "native/threads.h"
 
-namespace nano_integer {
+namespace nano_tiled {
 
 using nano_linear::Operands;
 using nano_linear::PANEL;
 using nano_linear::PANEL_VECTORS;
+using nano_linear::RowTiles;
 using nano_linear::store_sums;
 using nano_linear::TASKS_PER_THREAD;
 
 constexpr long TASK_BYTES = 1 << 17;  // of weights: the second-level cache keeps them for all rows of a task
 constexpr long TASK_ROWS = 128;
-
-// Multiplication that is not to be fused with the addition after it, which not every CPU could do.
-static NANO_INLINE Vec unfused(Vec product) {
-#if defined(__has_builtin) && __has_builtin(__builtin_assoc_barrier)
-  return __builtin_assoc_barrier(product);
-#else
-  asm volatile("" : "+m"(product));
-  return product;
-#endif
-}
 
 // x and y contiguous.
 static inline Operands operands(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& y) {
@@ -43,7 +35,7 @@ static inline Operands operands(const Tensor& x, const std::optional<Tensor>& bi
 }
 
 template <class Tile, int ROWS>
-static void run(const Tile& tile, const QuantizedRows& x, long row, long output) {
+static void run(const Tile& tile, const typename Tile::Rows& x, long row, long output) {
   tile.template run<ROWS>(x, row, output);
 }
 
@@ -54,7 +46,7 @@ constexpr auto kernels_by_rows(std::index_sequence<Row...>) {
 
 // A panel has `panel_bytes` of weights.
 template <class Tile>
-static void integer_linear(const Tile& tile, const QuantizedRows& x, const Operands& ops, long panel_bytes) {
+static void tiled_linear(const Tile& tile, const typename Tile::Rows& x, const Operands& ops, long panel_bytes) {
   static constexpr auto KERNELS = kernels_by_rows<Tile>(std::make_index_sequence<Tile::MAX_ROWS>());
   const RowTiles& tiles = x.tiles;
   const long tiles_per_task = std::min(tiles.count, TASK_ROWS / Tile::MAX_ROWS);
@@ -72,4 +64,4 @@ static void integer_linear(const Tile& tile, const QuantizedRows& x, const Opera
   });
 }
 
-}  // namespace nano_integer
+}  // namespace nano_tiled

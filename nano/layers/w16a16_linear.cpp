@@ -1,0 +1,125 @@
+// nano::linear_w16a16: a linear layer of bfloat16 weights whose inputs are rounded to bfloat16 (to the nearest,
+// halves to even). Products are exact, and their sum is one chain of float32 over pairs of inputs.
+//
+// A CPU that multiplies pairs of bfloat16 takes half the instructions of float32. Elsewhere the rounded
+// inputs take the way of float32.
+#include "layers/bfloat16_weights.h"
+#include <memory>
+#include <vector>
+
+#include "layers/tiled_linear.h"
+
+namespace {
+
+#if defined(__AVX512BF16__) && defined(NANO_AVX512)
+
+using namespace nano_tiled;
+using nano_linear::LINE;
+
+constexpr long NEAR_WORDS = 16;  // steps along a panel that are fetched ahead
+
+// Rows rounded, a pair of neighbouring inputs in a word; zero beyond an odd number of inputs.
+struct PairedRows {
+  RowTiles tiles;
+  long num_words;  // per row
+  std::unique_ptr<uint32_t[]> words;  // of each tile of R rows [num_words][R]
+};
+
+void round_row(const float* x, long count, uint32_t* words) {
+  for (long k = 0; k < count; k += LANES) {
+    const __mmask16 valid = (__mmask16)((1u << std::min<long>(LANES, count - k)) - 1);
+    const __m256bh rounded = _mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(valid, x + k));
+    _mm256_mask_storeu_epi32(words + k / 2, (__mmask8)((1u << (std::min<long>(LANES, count - k) + 1) / 2) - 1),
+                             (__m256i)rounded);
+  }
+}
+
+PairedRows pair_rows(const float* x, long K, RowTiles tiles) {
+  const long num_words = (K + 1) / 2;
+  PairedRows rows{tiles, num_words, std::unique_ptr<uint32_t[]>(new uint32_t[tiles.num_rows * num_words])};
+  const long tiles_per_task = 32768 / (K * tiles.size(0)) + 1;  // fewer are not worth a thread's attention
+  parallel_for_ranges((tiles.count + tiles_per_task - 1) / tiles_per_task, [&](long first, long last) {
+    std::vector<uint32_t> row(num_words);
+    for (long tile = first * tiles_per_task; tile < std::min(tiles.count, last * tiles_per_task); tile++) {
+      const long start = tiles.start(tile), R = tiles.size(tile);
+      for (long r = 0; r < R; r++) {
+        round_row(x + (start + r) * K, K, row.data());
+        uint32_t* to = rows.words.get() + start * num_words + r;
+        for (long word = 0; word < num_words; word++) to[word * R] = row[word];
+      }
+    }
+  });
+  return rows;
+}
+
+struct Tile {
+  using Rows = PairedRows;
+  static constexpr int MAX_ROWS = 6, VECTORS = PANEL_VECTORS;  // 24 sums, four weights and a factor
+
+  const uint32_t* packed;  // [N / 64][num_words][64]
+  Operands ops;
+
+  template <int ROWS>
+  void run(const Rows& x, long row, long output) const {
+    const uint32_t* words = packed + output * x.num_words;
+    const uint32_t* inputs = x.words.get() + row * x.num_words;
+    Vec sums[VECTORS][ROWS] = {};
+    for (long word = 0; word < x.num_words; word++, words += PANEL, inputs += ROWS) {
+      WordVec w[VECTORS];
+#pragma GCC unroll 4
+      for (int v = 0; v < VECTORS; v++) {
+        __builtin_prefetch(words + NEAR_WORDS * PANEL + v * LANES);
+        w[v] = load(words + v * LANES);
+      }
+#pragma GCC unroll 6
+      for (int r = 0; r < ROWS; r++) {
+        const WordVec pair = inputs[r] - WordVec{};
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++)
+          sums[v][r] = (Vec)_mm512_dpbf16_ps((__m512)sums[v][r], (__m512bh)w[v], (__m512bh)pair);
+      }
+    }
+    store_sums(ops, row, output, sums, true);
+  }
+};
+
+Tensor linear_w16a16(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t num_outputs) {
+  Tensor y = empty_floats({x.size(0), num_outputs});
+  if (x.size(0) == 0) return y;
+  const Tensor rows = x.is_contiguous() ? x : torch::stable::contiguous(x);
+  const Operands ops = operands(rows, bias, y);
+  tiled_linear(Tile{static_cast<const uint32_t*>(packed.const_data_ptr()), ops},
+               pair_rows(ops.x, ops.K, RowTiles(ops.M, Tile::MAX_ROWS)), ops, ops.K * 2 * PANEL);
+  return y;
+}
+
+#else
+
+// To the nearest, halves to even; NaN stays NaN.
+float nearest_bfloat16(float x) {
+  uint32_t word;
+  std::memcpy(&word, &x, sizeof word);
+  word = x == x ? (word + 0x7fff + (word >> 16 & 1)) & 0xffff0000u : word;
+  std::memcpy(&x, &word, sizeof x);
+  return x;
+}
+
+Tensor linear_w16a16(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t num_outputs) {
+  const Tensor contiguous = torch::stable::contiguous(x);
+  const long count = x.size(0) * x.size(1);
+  Tensor rounded = empty_floats({x.size(0), x.size(1)});
+  const float* from = contiguous.const_data_ptr<float>();
+  float* to = rounded.mutable_data_ptr<float>();
+  for (long i = 0; i < count; i++) to[i] = nearest_bfloat16(from[i]);
+  return linear_op(nano_linear::BFloat16(packed, x.size(1)), rounded, bias, num_outputs);
+}
+
+#endif
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(nano, m) {
+  m.def("linear_w16a16(Tensor x, Tensor packed, Tensor? bias, int num_outputs) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(nano, CPU, m) { m.impl("linear_w16a16", TORCH_BOX(&linear_w16a16)); }
