@@ -3,7 +3,11 @@
 CPU is a device like any other. What CUDA needs is imported only when a GPU is asked for.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
+
+import torch
+from torch import Tensor
 
 from nano.device.cpu import CpuDevice
 from nano.device.graph import GraphPool
@@ -38,6 +42,12 @@ class Device(Transfers, Protocol):
 
     def free_memory(self) -> int:
         """Bytes that can still be taken."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Uninitialised, for as long as the device is used: where its steps read fastest.
+
+        Raises `MemoryError` or `RuntimeError`.
+        """
 
 
 def make_device(kind: str, num_threads: int | None = None) -> Device:

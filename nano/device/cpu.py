@@ -1,10 +1,16 @@
 """CpuDevice: main memory and the cores of this machine."""
 
+import math
 import os
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
 
 from nano.device.graph import GraphPool
 from nano.device.memory import Memory
 from nano.device.transfers import HostTransfers
+from nano.native.huge_pages import empty_bytes
 from nano.native.threads import set_num_threads
 
 
@@ -46,3 +52,6 @@ class CpuDevice(HostTransfers):
         except (OSError, ValueError):
             pass  # not Linux, or no cgroup: what sysconf said stands
         return max(free, 0)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return empty_bytes(math.prod(shape) * dtype.itemsize).view(dtype).view(*shape)

@@ -123,6 +123,9 @@ class CudaDevice:
     def free_memory(self) -> int:
         return self.memory.free()
 
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=self.torch_device)
+
 
 class CudaMemory:
     """As `Memory` says."""

@@ -23,7 +23,9 @@ def select_kernels(dtype: str, numerics: str, device: str = "cpu") -> Kernels:
         if not BFloat16Kernels.is_available():
             raise ConfigError("dtype=bfloat16 on a CPU needs a C++ compiler; float32 does without")
         has_units = "avx512_bf16" in cpu_name().split()
-        why = "" if has_units else " (in units for float32, which takes as long: there are no others)"
+        why = (
+            "" if has_units else " (in units for float32, which takes as long: there are no others)"
+        )
         logger.info("layers: native kernels, products of bfloat16 summed in float32%s", why)
         return BFloat16Kernels()
     if dtype == "float32" and NativeKernels.is_available():

@@ -116,10 +116,8 @@ class LoadedModel:
     def allocate_kv(self, num_blocks: int) -> list[Tensor]:
         """A cache per layer, uninitialised."""
         return [
-            torch.empty(
-                self.backend.kv_cache_shape(layer, num_blocks),
-                dtype=getattr(torch, layer.dtype),
-                device=self.device.torch_device,
+            self.device.empty(
+                self.backend.kv_cache_shape(layer, num_blocks), getattr(torch, layer.dtype)
             )
             for layer in self.kv_layers
         ]
