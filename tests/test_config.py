@@ -165,11 +165,10 @@ def test_a_shorter_sliding_window_caps_the_context_and_says_so(tmp_path, caplog)
     assert "sliding" in caplog.text
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])  # B123
-def test_dtypes_that_the_cpu_does_not_compute_are_refused(tmp_path, dtype):
+def test_a_dtype_that_the_cpu_does_not_compute_is_refused(tmp_path):  # B123
     folder = make_checkpoint(tmp_path / "m")
-    with pytest.raises(ConfigError, match=f"dtype={dtype} is not computed on CPU"):
-        resolve(EngineConfig.from_args({"model": str(folder), "dtype": dtype}))
+    with pytest.raises(ConfigError, match="dtype=float16 is not computed on CPU"):
+        resolve(EngineConfig.from_args({"model": str(folder), "dtype": "float16"}))
 
 
 HOPPER, TURING, VOLTA = Gpu("H200", (9, 0)), Gpu("T4", (7, 5)), Gpu("V100", (7, 0))

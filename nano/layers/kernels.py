@@ -1,8 +1,8 @@
 """Kernels: what the layers of a model compute with, chosen once, before the model runs.
 
-`TorchKernels` serve any dtype and device; the last bits of a row may depend on its batch. The others
-promise that they do not: `NativeKernels` and `BFloat16Kernels` (native_kernels.py) and, where there
-is no C++ compiler, the slow twin of the former, `RowKernels` (row_kernels.py).
+`TorchKernels` serve any dtype and device; the last bits of a row may depend on its batch. The
+others promise that they do not: `NativeKernels` and `BFloat16Kernels` (native_kernels.py) and,
+where there is no C++ compiler, the slow twin of the former, `RowKernels` (row_kernels.py).
 """
 
 from abc import ABC, abstractmethod

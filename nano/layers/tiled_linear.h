@@ -49,12 +49,12 @@ template <class Tile>
 static void tiled_linear(const Tile& tile, const typename Tile::Rows& x, const Operands& ops, long panel_bytes) {
   static constexpr auto KERNELS = kernels_by_rows<Tile>(std::make_index_sequence<Tile::MAX_ROWS>());
   const RowTiles& tiles = x.tiles;
-  const long tiles_per_task = std::min(tiles.count, TASK_ROWS / Tile::MAX_ROWS);
-  const long num_blocks = (tiles.count + tiles_per_task - 1) / tiles_per_task;
-  const long num_panels = (ops.N + PANEL - 1) / PANEL;
-  const long fair = num_panels / (TASKS_PER_THREAD * nano_num_threads());
-  const long panels_per_task = std::max(1L, std::min(fair, TASK_BYTES / panel_bytes));
+  const long num_panels = (ops.N + PANEL - 1) / PANEL, wanted = TASKS_PER_THREAD * nano_num_threads();
+  const long panels_per_task = std::max(1L, std::min(num_panels / wanted, TASK_BYTES / panel_bytes));
   const long num_groups = (num_panels + panels_per_task - 1) / panels_per_task;
+  const long fair = std::max(1L, tiles.count * num_groups / (2 * wanted));
+  const long tiles_per_task = std::min(fair, TASK_ROWS / Tile::MAX_ROWS);
+  const long num_blocks = (tiles.count + tiles_per_task - 1) / tiles_per_task;
   // Tasks that follow one another share their weights.
   parallel_for(num_groups * num_blocks, [&](long task) {
     const long first = task / num_blocks * panels_per_task, from = task % num_blocks * tiles_per_task;

@@ -18,6 +18,7 @@ SHAPES = [(64, 8), (40, 24), (1, 1), (192, 576), (130, 1100), (321, 67)]
 # On either side of every change of method: one row, few, many, tiles that are uneven.
 NUM_ROWS = [*range(1, 18), 25, 70]
 STORAGES = list(FLOAT_FORMATS)
+IN_FLOAT32 = ["float32", "bfloat16"]  # the others round the inputs
 
 
 def make(
@@ -44,7 +45,8 @@ def set_num_threads():
 def test_the_kernel_equals_float64_up_to_rounding(shape, has_bias, storage):
     weight, x = make(*shape, storage, has_bias)
     bias = None if weight.bias is None else weight.bias.double()
-    exact = functional.linear(x.double(), weight.dequantized().double(), bias)
+    seen = x if storage in IN_FLOAT32 else x.bfloat16()
+    exact = functional.linear(seen.double(), weight.dequantized().double(), bias)
     for num_rows in NUM_ROWS:
         out = weight(x[:num_rows])
         assert out.shape == (num_rows, shape[0])
@@ -129,8 +131,9 @@ def test_packing_keeps_every_weight(shape, storage):
     assert torch.equal(FloatWeight.pack(weight, None, storage).dequantized(), weight)
 
 
-def test_nan_and_infinity_stay_in_their_row():
-    weight, x = make(40, 24, "float32")
+@pytest.mark.parametrize("storage", ["float32", "w16a16"])
+def test_nan_and_infinity_stay_in_their_row(storage):
+    weight, x = make(40, 24, storage)
     clean = weight(x)
     x[3, 5], x[7, 0] = float("nan"), float("inf")
     spoilt = weight(x)
@@ -151,9 +154,17 @@ def test_a_linear_layer_computes_the_same_before_and_after_packing():
     torch.testing.assert_close(layer(x), before, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("value", [1.0 + 2**-8, 1.0 + 3 * 2**-8, -1.0 - 2**-8, 3.3e38, 2**-126])
+def test_inputs_are_rounded_to_the_nearest_bfloat16_halves_to_even(value):
+    weight = FloatWeight.pack(torch.eye(3), None, "w16a16")
+    x = torch.full((2, 3), value)
+    assert torch.equal(weight(x), x.bfloat16().float())
+
+
+@pytest.mark.parametrize("storage", ["float32", "w16a16"])
 @pytest.mark.parametrize("num_rows", [1, 5, 70])
-def test_rows_that_lie_apart_are_read_right(num_rows):
-    weight, x = make(48, 96, "float32")
+def test_rows_that_lie_apart_are_read_right(num_rows, storage):
+    weight, x = make(48, 96, storage)
     apart = torch.randn(70, 200)[:, 50:146].copy_(x)[:num_rows]
     assert num_rows == 1 or not apart.is_contiguous()
     assert torch.equal(weight(apart), weight(x)[:num_rows])
@@ -166,11 +177,11 @@ def test_no_rows_give_no_rows():
     assert weight(x[:0]).shape == (0, 48)
 
 
-def results() -> list[Tensor]:
-    found = []
+def results() -> dict[str, list[Tensor]]:
+    found = {}
     for storage in STORAGES:
         weight, x = make(130, 1100, storage)
-        found += [weight(x[:num_rows]) for num_rows in NUM_ROWS]
+        found[storage] = [weight(x[:num_rows]) for num_rows in NUM_ROWS]
     return found
 
 
@@ -178,7 +189,11 @@ def results() -> list[Tensor]:
 @needs_avx2
 @pytest.mark.parametrize("flags", FLAGS)
 def test_another_instruction_set_gives_the_same_sums(flags):
-    for ours, other in zip(results(), computed_with(flags, results), strict=True):
-        torch.testing.assert_close(other, ours, rtol=1e-4, atol=1e-4)
-        if flags == AVX2:  # it fuses multiply-adds, too: the same bits
-            assert torch.equal(other, ours)
+    others = computed_with(flags, results)
+    for storage, outputs in results().items():
+        for ours, other in zip(outputs, others[storage], strict=True):
+            torch.testing.assert_close(other, ours, rtol=1e-4, atol=1e-4)
+            if (
+                flags == AVX2 and storage in IN_FLOAT32
+            ):  # it fuses multiply-adds, too: the same bits
+                assert torch.equal(other, ours)

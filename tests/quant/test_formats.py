@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from nano.layers.cpu_linear import FloatWeight
+from nano.layers.cpu_linear import FLOAT_FORMATS, FloatWeight
 from nano.layers.huge_pages import move_to_huge_pages
 from nano.quant.formats import FORMATS, SplitWeight, pack
 from nano.quant.int4_weight import W4A8Weight
@@ -27,7 +27,7 @@ def record(format, shape):
 
 def make(format, shape=(130, 67), *, has_bias=True):
     bias = biases(shape[0]) if has_bias else None
-    if format in ("float32", "bfloat16"):
+    if format in FLOAT_FORMATS:
         return pack(torch.randn(shape), bias, format)
     if format == "split":
         return SplitWeight([make(part, has_bias=has_bias) for part in ("int8", "int4", "float32")])
@@ -35,7 +35,7 @@ def make(format, shape=(130, 67), *, has_bias=True):
 
 
 def test_every_format_is_registered_under_its_name():
-    assert list(FORMATS) == ["float32", "bfloat16", "int4", "w4a8", "int8", "w8a8", "split"]
+    assert list(FORMATS) == [*FLOAT_FORMATS, "int4", "w4a8", "int8", "w8a8", "split"]
     for name, kind in FORMATS.items():
         assert kind.format == name
 

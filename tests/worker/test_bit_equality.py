@@ -21,6 +21,7 @@ VARIANTS = {
     "w8a8": {"quantization": "w8a8"},
     "int4": {"quantization": "int4"},
     "w4a8": {"quantization": "w4a8"},
+    "bfloat16": {"dtype": "bfloat16"},
     "bfloat16-kv": {"kv_cache_dtype": "bfloat16"},
     "blocks-of-3": {"block_size": 3},
 }

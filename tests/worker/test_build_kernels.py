@@ -17,6 +17,11 @@ ALWAYS = {"cpu_rows", "cpu_sampling"}
     [
         ({}, {"bfloat16_linear", "float32_attention"}),
         ({"kv_cache_dtype": "bfloat16"}, {"bfloat16_linear", "bfloat16_attention"}),
+        ({"dtype": "bfloat16"}, {"w16a16_linear", "bfloat16_attention"}),
+        (
+            {"dtype": "bfloat16", "kv_cache_dtype": "float32"},
+            {"w16a16_linear", "float32_attention"},
+        ),
         ({"quantization": "int8"}, {"int8_linear", "float32_attention"}),
         ({"quantization": "gptq"}, {"int4_linear", "bfloat16_linear", "float32_attention"}),
     ],
