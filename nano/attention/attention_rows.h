@@ -13,6 +13,7 @@
 #include <type_traits>
 
 #include "math.h"
+#include "native/pairs.h"
 #include "vector.h"
 
 constexpr long RANGE = 256;             // positions under one softmax; part of the numerics
@@ -36,18 +37,23 @@ static NANO_INLINE float to_float(BFloat16 x) {
   return value;
 }
 
-// Rounds to nearest even; NaN stays NaN.
 template <class T>
 static NANO_INLINE T from_float(float x) {
-  if constexpr (std::is_same_v<T, float>) {
+  if constexpr (std::is_same_v<T, float>)
     return x;
-  } else {
-    uint32_t word;
-    std::memcpy(&word, &x, sizeof word);
-    const uint32_t rounded = (word + 0x7fff + (word >> 16 & 1)) >> 16;
-    return {(uint16_t)(x == x ? rounded : word >> 16 | 0x40)};
-  }
+  else
+    return {nearest_bfloat16(x)};
 }
+
+// Where a block of T keeps a key's and a value's dimension `d`. Keys lie in panels of `width` positions.
+template <class T>
+struct Layout {
+  static constexpr bool HAS_ANY_WIDTH = true;
+  static long of_key(long position, long d, long width, long dim) {
+    return position / width * width * dim + d * width + position % width;
+  }
+  static long of_value(long position, long d, long dim) { return position * dim + d; }
+};
 
 typedef float HalfVec __attribute__((vector_size(4 * 8)));  // for a head's last eight dimensions
 
@@ -174,6 +180,17 @@ inline void add_values(const float* weights, const T* const* values, long from, 
   if (at < dim) add_columns<ROWS, 1, HalfVec>(weights, values, from, to, dim, at, sums);
 }
 
+// Add to the sums of ROWS rows the values of the positions that each sees, num_seen(row) of them. A position
+// that a row does not see is never multiplied, not even by zero: its value may be NaN.
+template <int ROWS, class T, class NumSeen>
+inline void add_seen(const float* weights, const T* const* values, NumSeen&& num_seen, long dim, float* sums) {
+  const long num_shared = num_seen(0);  // the first row sees least
+  add_values<ROWS>(weights, values, 0, num_shared, dim, sums);
+  for (long r = 1; r < ROWS; r++)
+    if (num_seen(r) > num_shared)
+      add_values<1>(weights + r * RANGE, values, num_shared, num_seen(r), dim, sums + r * dim);
+}
+
 // The lanes of a panel folded into one by `combine`, in an order that no vector width changes.
 template <class Combine>
 inline float fold(const Vec* panel, Combine&& combine) {
@@ -225,3 +242,11 @@ inline void merge(const State& state, const State& next, long first, long last, 
     state.best[r] = large.best[r];
   }
 }
+
+// What rows multiply: queries as they are scored against a cache of T, and weights as they weigh its values.
+template <class T>
+inline void store_query(const float* q, float scale, long dim, float* to) {
+  for (long d = 0; d < dim; d++) to[d] = q[d] * scale;
+}
+template <class T>
+inline void store_weights(float*) {}

@@ -3,20 +3,30 @@
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from nano.attention.backend import AttentionBackend, AttentionMetadata, GraphSupport
+from nano.attention.backend import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionSetup,
+    GraphSupport,
+)
 from nano.kv_spec import LayerKVSpec
-from nano.native.build import load_ops
+from nano.native.build import load_ops, multiplies_bfloat16
 
 _LANES = 8
+_PANEL = 16  # positions
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 class CpuBackend(AttentionBackend):
     """Computes in float32 over a float32 or bfloat16 cache, at any block size.
+
+    In a model of dtype bfloat16 whose cache is of bfloat16 it rounds queries and weights as well,
+    and multiplies pairs, where the CPU can and blocks are whole panels (attention_pairs.h).
 
     Layout of the cache: [num_blocks, KVH, 2, block_size * D]; what is in a block is the kernel's
     own affair (see paged_attention.h). It reads whole panels of 16 positions where they lie if the
@@ -28,8 +38,24 @@ class CpuBackend(AttentionBackend):
 
     def __init__(self, block_size: int, scale: float):
         super().__init__(block_size, scale)
+        self._is_paired = False
         # Where a graph of (R, Q) finds its query_start and seq_lens.
         self._graphs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    @classmethod
+    def for_model(cls, setup: AttentionSetup) -> Self:
+        backend = super().for_model(setup)
+        backend._is_paired = (
+            setup.multiplied == torch.bfloat16
+            and setup.layer.dtype == "bfloat16"
+            and setup.block_size % _PANEL == 0
+            and multiplies_bfloat16()
+        )
+        return backend
+
+    @property
+    def numerics_name(self) -> str:
+        return f"{self.name} paired" if self._is_paired else self.name
 
     @classmethod
     def unsupported_reason(cls, spec: LayerKVSpec, device: torch.device) -> str | None:
@@ -71,15 +97,15 @@ class CpuBackend(AttentionBackend):
         self._step = (table, slots, *held, block_size, scale)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, out: Tensor) -> None:
-        op = _op(_NAMES[kv_cache.dtype])
+        op = _op("paired" if self._is_paired else _NAMES[kv_cache.dtype])
         assert op is not None
         op(q, k, v, kv_cache, out, *self._step)
 
 
 @cache
-def _op(dtype: str) -> Callable[..., None] | None:
-    """The op for a cache of `dtype`; None without a compiler."""
-    if not load_ops(Path(__file__).with_name(f"{dtype}_attention.cpp")):
+def _op(cache: str) -> Callable[..., None] | None:
+    """The op for a cache of a dtype, or for a paired one; None without a compiler."""
+    if not load_ops(Path(__file__).with_name(f"{cache}_attention.cpp")):
         return None
-    op: Callable[..., None] = getattr(torch.ops.nano, f"paged_attention_{dtype}").default
+    op: Callable[..., None] = getattr(torch.ops.nano, f"paged_attention_{cache}").default
     return op

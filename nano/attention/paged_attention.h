@@ -89,10 +89,9 @@ void write_token(const Step<T>& step, long token) {
     const float* k = step.k + token * step.k_stride + head * dim;
     const float* v = step.v + token * step.v_stride + head * dim;
     T* keys = cache.keys(block, head);
-    T* values = keys + cache.size() + offset * dim;
-    keys += offset / width * width * dim + offset % width;
-    for (long d = 0; d < dim; d++) keys[d * width] = from_float<T>(k[d]);
-    for (long d = 0; d < dim; d++) values[d] = from_float<T>(v[d]);
+    T* values = keys + cache.size();
+    for (long d = 0; d < dim; d++) keys[Layout<T>::of_key(offset, d, width, dim)] = from_float<T>(k[d]);
+    for (long d = 0; d < dim; d++) values[Layout<T>::of_value(offset, d, dim)] = from_float<T>(v[d]);
   }
 }
 
@@ -208,8 +207,7 @@ Panels<float> copy_panels(const Pages<T>& pages, long start, long num_panels, lo
 }
 
 // What a tile's rows gather in the range at `start`, into `state`; a few rows at a time, whose scores stay
-// in the first-level cache. Rows that see nothing of it are left alone. A position that a row does not see
-// is never multiplied by its value, not even as zero: that may be NaN.
+// in the first-level cache. Rows that see nothing of it are left alone.
 template <class T>
 void attend_panels(const Tile& tile, const Panels<T>& panels, long start, long dim, const Scratch& scratch,
                    const State& state) {
@@ -218,15 +216,12 @@ void attend_panels(const Tile& tile, const Panels<T>& panels, long start, long d
     float *scores = scratch.scores, *sums = state.sums + row * dim;
     const long last_panel = (num_seen(row + num_rows - 1) - 1) / PANEL;
     score<num_rows>(scratch.q + row * dim, panels.keys(), last_panel + 1, dim, scores);
-    for (long r = 0; r < num_rows; r++)
+    for (long r = 0; r < num_rows; r++) {
       soften(scores + r * RANGE, num_seen(row + r), state.best[row + r], state.mass[row + r]);
+      store_weights<T>(scores + r * RANGE);
+    }
     std::fill(sums, sums + num_rows * dim, 0.0f);
-    const long num_shared = num_seen(row);  // the first row sees least
-    add_values<num_rows>(scores, panels.values(), 0, num_shared, dim, sums);
-    for (long r = 1; r < num_rows; r++)
-      if (num_seen(row + r) > num_shared)
-        add_values<1>(scores + r * RANGE, panels.values(), num_shared, num_seen(row + r), dim,
-                      sums + r * dim);
+    add_seen<num_rows>(scores, panels.values(), [&](long r) { return num_seen(row + r); }, dim, sums);
   });
 }
 
@@ -237,9 +232,9 @@ void attend(const Step<T>& step, const Tile& tile, long head, long range, const 
   const Pages<T> pages{step.cache, step.block_table + tile.request * step.table_stride, head};
   const long start = range * RANGE, last_seen = tile.last_position(tile.num_rows() - 1);
   const long num_seen = std::min(last_seen + 1 - start, RANGE), num_panels = (num_seen + PANEL - 1) / PANEL;
-  if (step.cache.width == PANEL)
+  if (step.cache.width == PANEL || !Layout<T>::HAS_ANY_WIDTH)
     attend_panels(tile, find_panels(pages, start, num_panels, last_seen), start, dim, scratch, state);
-  else
+  else if constexpr (Layout<T>::HAS_ANY_WIDTH)
     attend_panels(tile, copy_panels(pages, start, num_panels, num_seen, scratch.panels), start, dim, scratch,
                   state);
 }
@@ -294,10 +289,10 @@ class Job {
   }
 
   void load_queries(const Tile& tile, long head, float* q) const {
-    const long size = tile.group * step_.cache.dim;  // the heads of a group lie side by side
-    for (long t = 0; t < tile.num_tokens; t++) {
-      const float* from = step_.q + (tile.first_token + t) * step_.q_stride + head * size;
-      for (long i = 0; i < size; i++) q[t * size + i] = from[i] * step_.scale;
+    const long dim = step_.cache.dim, group = tile.group;  // of heads that lie side by side
+    for (long r = 0; r < tile.num_rows(); r++, q += dim) {
+      const float* token = step_.q + (tile.first_token + r / group) * step_.q_stride;
+      store_query<T>(token + (head * group + r % group) * dim, step_.scale, dim, q);
     }
   }
 
@@ -344,6 +339,7 @@ void paged_attention(Tensor q, Tensor k, Tensor v, Tensor kv_cache, Tensor out, 
                      double scale) {
   const long num_heads = q.size(1), kv_heads = k.size(1), dim = q.size(2);
   STD_TORCH_CHECK(out.is_contiguous(), "paged_attention fills a contiguous tensor");
+  STD_TORCH_CHECK(block_size % PANEL == 0 || Layout<T>::HAS_ANY_WIDTH, "blocks of ", block_size);
   STD_TORCH_CHECK(kv_cache.element_size() == (int64_t)sizeof(T), "a cache of another type");
   const Cache<T> cache{static_cast<T*>(kv_cache.data_ptr()), kv_heads, block_size,
                        block_size % PANEL ? block_size : PANEL, dim};

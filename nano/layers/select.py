@@ -5,7 +5,7 @@ from nano.layers.kernels import Kernels, TorchKernels
 from nano.layers.native_kernels import BFloat16Kernels, NativeKernels
 from nano.layers.row_kernels import RowKernels
 from nano.log import get_logger
-from nano.native.build import cpu_name
+from nano.native.build import multiplies_bfloat16
 
 logger = get_logger(__name__)
 
@@ -22,10 +22,8 @@ def select_kernels(dtype: str, numerics: str, device: str = "cpu") -> Kernels:
     if dtype == "bfloat16":
         if not BFloat16Kernels.is_available():
             raise ConfigError("dtype=bfloat16 on a CPU needs a C++ compiler; float32 does without")
-        has_units = "avx512_bf16" in cpu_name().split()
-        why = (
-            "" if has_units else " (in units for float32, which takes as long: there are no others)"
-        )
+        slow = " (in units for float32, which takes as long: this CPU has no others)"
+        why = "" if multiplies_bfloat16() else slow
         logger.info("layers: native kernels, products of bfloat16 summed in float32%s", why)
         return BFloat16Kernels()
     if dtype == "float32" and NativeKernels.is_available():

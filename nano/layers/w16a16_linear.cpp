@@ -8,10 +8,11 @@
 #include <vector>
 
 #include "layers/tiled_linear.h"
+#include "native/pairs.h"
 
 namespace {
 
-#if defined(__AVX512BF16__) && defined(NANO_AVX512)
+#if defined(NANO_PAIRS)
 
 using namespace nano_tiled;
 using nano_linear::LINE;
@@ -25,15 +26,6 @@ struct PairedRows {
   std::unique_ptr<uint32_t[]> words;  // of each tile of R rows [num_words][R]
 };
 
-void round_row(const float* x, long count, uint32_t* words) {
-  for (long k = 0; k < count; k += LANES) {
-    const __mmask16 valid = (__mmask16)((1u << std::min<long>(LANES, count - k)) - 1);
-    const __m256bh rounded = _mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(valid, x + k));
-    _mm256_mask_storeu_epi32(words + k / 2, (__mmask8)((1u << (std::min<long>(LANES, count - k) + 1) / 2) - 1),
-                             (__m256i)rounded);
-  }
-}
-
 PairedRows pair_rows(const float* x, long K, RowTiles tiles) {
   const long num_words = (K + 1) / 2;
   PairedRows rows{tiles, num_words, std::unique_ptr<uint32_t[]>(new uint32_t[tiles.num_rows * num_words])};
@@ -43,7 +35,7 @@ PairedRows pair_rows(const float* x, long K, RowTiles tiles) {
     for (long tile = first * tiles_per_task; tile < std::min(tiles.count, last * tiles_per_task); tile++) {
       const long start = tiles.start(tile), R = tiles.size(tile);
       for (long r = 0; r < R; r++) {
-        round_row(x + (start + r) * K, K, row.data());
+        round_to_pairs(x + (start + r) * K, K, row.data());
         uint32_t* to = rows.words.get() + start * num_words + r;
         for (long word = 0; word < num_words; word++) to[word * R] = row[word];
       }
@@ -76,7 +68,7 @@ struct Tile {
         const WordVec pair = inputs[r] - WordVec{};
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++)
-          sums[v][r] = (Vec)_mm512_dpbf16_ps((__m512)sums[v][r], (__m512bh)w[v], (__m512bh)pair);
+          sums[v][r] = add_pair_products(sums[v][r], w[v], pair);
       }
     }
     store_sums(ops, row, output, sums, true);
@@ -95,22 +87,16 @@ Tensor linear_w16a16(const Tensor& x, const Tensor& packed, const std::optional<
 
 #else
 
-// To the nearest, halves to even; NaN stays NaN.
-float nearest_bfloat16(float x) {
-  uint32_t word;
-  std::memcpy(&word, &x, sizeof word);
-  word = x == x ? (word + 0x7fff + (word >> 16 & 1)) & 0xffff0000u : word;
-  std::memcpy(&x, &word, sizeof x);
-  return x;
-}
-
 Tensor linear_w16a16(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t num_outputs) {
   const Tensor contiguous = torch::stable::contiguous(x);
   const long count = x.size(0) * x.size(1);
   Tensor rounded = empty_floats({x.size(0), x.size(1)});
   const float* from = contiguous.const_data_ptr<float>();
   float* to = rounded.mutable_data_ptr<float>();
-  for (long i = 0; i < count; i++) to[i] = nearest_bfloat16(from[i]);
+  for (long i = 0; i < count; i++) {
+    const uint32_t word = (uint32_t)nearest_bfloat16(from[i]) << 16;
+    std::memcpy(to + i, &word, sizeof word);
+  }
   return linear_op(nano_linear::BFloat16(packed, x.size(1)), rounded, bias, num_outputs);
 }
 

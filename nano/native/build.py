@@ -87,6 +87,11 @@ def cpu_name() -> str:
     return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU has units for it: AVX512_BF16."""
+    return "avx512_bf16" in cpu_name().split()
+
+
 @cache
 def _load_ops(source: Path, flags: tuple[str, ...]) -> bool:
     import_module("torch")  # only here: building needs none, but ops are registered with it

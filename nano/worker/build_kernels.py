@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from nano.config import EngineConfig
-from nano.native.build import build_all
+from nano.native.build import build_all, multiplies_bfloat16
 
 _NANO = Path(__file__).parent.parent
 # The formats of linear layers that a quantisation asks for, the one of the output layer last. Float
@@ -32,6 +32,8 @@ def build_kernels(config: EngineConfig) -> threading.Thread:
     formats = _FORMATS.get(config.model.quantization or "", (floats,))
     told = config.kv_cache.dtype
     cache = "bfloat16" if told == "bfloat16" or (told == "auto" and is_narrow) else "float32"
+    if is_narrow and cache == "bfloat16" and multiplies_bfloat16():
+        cache = "paired"
     names = (  # in the order in which a worker asks
         "layers/cpu_rows",
         *(f"{name}_linear" for name in formats),

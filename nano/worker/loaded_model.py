@@ -109,6 +109,7 @@ class LoadedModel:
                 self.model.config.num_heads,
                 self.dtype,
                 self.device.torch_device,
+                getattr(torch, self.config.model.dtype),
                 self.config.attention.kv_split,
             )
         )
