@@ -10,14 +10,16 @@ struct Paired {
   uint16_t bits;
 };
 
-// Keys: [dim / 2][PANEL][2]; values: [PANEL / 2][dim][2].
+// Keys: [dim / 2][width][2]; values: [PANEL / 2][dim][2], where a block is of whole panels.
 template <>
 struct Layout<Paired> {
-  static constexpr bool HAS_ANY_WIDTH = false;
-  static long of_key(long position, long d, long, long dim) {
-    return position / PANEL * PANEL * dim + d / 2 * 2 * PANEL + position % PANEL * 2 + d % 2;
+  using Copy = Paired;
+  static long of_key(long position, long d, long width, long dim) {
+    return position / width * width * dim + d / 2 * 2 * width + position % width * 2 + d % 2;
   }
-  static long of_value(long position, long d, long dim) { return position / 2 * 2 * dim + d * 2 + position % 2; }
+  static long of_value(long position, long d, long width, long dim) {
+    return width == PANEL ? position / 2 * 2 * dim + d * 2 + position % 2 : position * dim + d;
+  }
 };
 
 static NANO_INLINE const Pair* words_of(const Paired* panel) {

@@ -45,14 +45,15 @@ static NANO_INLINE T from_float(float x) {
     return {nearest_bfloat16(x)};
 }
 
-// Where a block of T keeps a key's and a value's dimension `d`. Keys lie in panels of `width` positions.
+// Where a block of T keeps a key's and a value's dimension `d`. Keys lie in panels of `width` positions; if that
+// is not PANEL, they are read from a copy.
 template <class T>
 struct Layout {
-  static constexpr bool HAS_ANY_WIDTH = true;
+  using Copy = float;
   static long of_key(long position, long d, long width, long dim) {
     return position / width * width * dim + d * width + position % width;
   }
-  static long of_value(long position, long d, long dim) { return position * dim + d; }
+  static long of_value(long position, long d, long, long dim) { return position * dim + d; }
 };
 
 typedef float HalfVec __attribute__((vector_size(4 * 8)));  // for a head's last eight dimensions

@@ -52,8 +52,8 @@ class AttentionSetup:
     num_heads: int  # query heads
     dtype: torch.dtype  # of q, k, v and out
     device: torch.device
-    multiplied: torch.dtype | None = None  # as what they may be rounded; None: as they are
     kv_split: Literal["auto"] | KVSplit = "auto"
+    multiplied: torch.dtype | None = None  # what they may be rounded to; None: as they are
 
 
 class AttentionBackend(ABC):

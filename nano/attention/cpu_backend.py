@@ -18,7 +18,6 @@ from nano.kv_spec import LayerKVSpec
 from nano.native.build import load_ops, multiplies_bfloat16
 
 _LANES = 8
-_PANEL = 16  # positions
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -26,7 +25,7 @@ class CpuBackend(AttentionBackend):
     """Computes in float32 over a float32 or bfloat16 cache, at any block size.
 
     In a model of dtype bfloat16 whose cache is of bfloat16 it rounds queries and weights as well,
-    and multiplies pairs, where the CPU can and blocks are whole panels (attention_pairs.h).
+    and multiplies pairs, where the CPU can (attention_pairs.h).
 
     Layout of the cache: [num_blocks, KVH, 2, block_size * D]; what is in a block is the kernel's
     own affair (see paged_attention.h). It reads whole panels of 16 positions where they lie if the
@@ -48,7 +47,6 @@ class CpuBackend(AttentionBackend):
         backend._is_paired = (
             setup.multiplied == torch.bfloat16
             and setup.layer.dtype == "bfloat16"
-            and setup.block_size % _PANEL == 0
             and multiplies_bfloat16()
         )
         return backend

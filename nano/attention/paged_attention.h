@@ -91,7 +91,7 @@ void write_token(const Step<T>& step, long token) {
     T* keys = cache.keys(block, head);
     T* values = keys + cache.size();
     for (long d = 0; d < dim; d++) keys[Layout<T>::of_key(offset, d, width, dim)] = from_float<T>(k[d]);
-    for (long d = 0; d < dim; d++) values[Layout<T>::of_value(offset, d, dim)] = from_float<T>(v[d]);
+    for (long d = 0; d < dim; d++) values[Layout<T>::of_value(offset, d, width, dim)] = from_float<T>(v[d]);
   }
 }
 
@@ -138,6 +138,19 @@ struct Pages {
   void copy_values(long start, long count, float* to) const {
     for (long i = 0; i < count; i++)
       widen(panel(start + i) + cache.size(), cache.dim, to + i * cache.dim);
+  }
+
+  void copy_as_they_are(long start, long count, T* keys, T* values) const {
+    const long dim = cache.dim, width = cache.width;
+    for (long i = 0; i < count; i++) {
+      const T* from = keys_of(start + i);
+      const long at = (start + i) % cache.block_size;
+      for (long d = 0; d < dim; d++) {
+        keys[Layout<T>::of_key(i, d, PANEL, dim)] = from[Layout<T>::of_key(at, d, width, dim)];
+        values[Layout<T>::of_value(i, d, PANEL, dim)] =
+            from[cache.size() + Layout<T>::of_value(at, d, width, dim)];
+      }
+    }
   }
 
  private:
@@ -193,16 +206,20 @@ Panels<T> find_panels(const Pages<T>& pages, long start, long num_panels, long l
   return found;
 }
 
-// The same in copies, as floats.
-template <class T>
-Panels<float> copy_panels(const Pages<T>& pages, long start, long num_panels, long num_seen, float* copies) {
+// The same in copies.
+template <class T, class Copy = typename Layout<T>::Copy>
+Panels<Copy> copy_panels(const Pages<T>& pages, long start, long num_panels, long num_seen, Copy* copies) {
   const long size = PANEL * pages.cache.dim;
-  Panels<float> found;
+  Panels<Copy> found;
   found.num_panels = num_panels;
   for (long i = 0; i < 2 * num_panels; i++) found.panels[i] = copies + i * size;
   for (long i = 0; i < AHEAD; i++) found.panels[2 * num_panels + i] = copies;
-  pages.copy_keys(start, num_seen, copies);
-  pages.copy_values(start, num_seen, copies + num_panels * size);
+  if constexpr (std::is_same_v<Copy, float>) {
+    pages.copy_keys(start, num_seen, copies);
+    pages.copy_values(start, num_seen, copies + num_panels * size);
+  } else {
+    pages.copy_as_they_are(start, num_seen, copies, copies + num_panels * size);
+  }
   return found;
 }
 
@@ -232,11 +249,13 @@ void attend(const Step<T>& step, const Tile& tile, long head, long range, const 
   const Pages<T> pages{step.cache, step.block_table + tile.request * step.table_stride, head};
   const long start = range * RANGE, last_seen = tile.last_position(tile.num_rows() - 1);
   const long num_seen = std::min(last_seen + 1 - start, RANGE), num_panels = (num_seen + PANEL - 1) / PANEL;
-  if (step.cache.width == PANEL || !Layout<T>::HAS_ANY_WIDTH)
+  using Copy = typename Layout<T>::Copy;
+  if (step.cache.width == PANEL)
     attend_panels(tile, find_panels(pages, start, num_panels, last_seen), start, dim, scratch, state);
-  else if constexpr (Layout<T>::HAS_ANY_WIDTH)
-    attend_panels(tile, copy_panels(pages, start, num_panels, num_seen, scratch.panels), start, dim, scratch,
-                  state);
+  else
+    attend_panels(tile,
+                  copy_panels(pages, start, num_panels, num_seen, reinterpret_cast<Copy*>(scratch.panels)),
+                  start, dim, scratch, state);
 }
 
 // The attention of one step, task by task.
@@ -339,7 +358,6 @@ void paged_attention(Tensor q, Tensor k, Tensor v, Tensor kv_cache, Tensor out, 
                      double scale) {
   const long num_heads = q.size(1), kv_heads = k.size(1), dim = q.size(2);
   STD_TORCH_CHECK(out.is_contiguous(), "paged_attention fills a contiguous tensor");
-  STD_TORCH_CHECK(block_size % PANEL == 0 || Layout<T>::HAS_ANY_WIDTH, "blocks of ", block_size);
   STD_TORCH_CHECK(kv_cache.element_size() == (int64_t)sizeof(T), "a cache of another type");
   const Cache<T> cache{static_cast<T*>(kv_cache.data_ptr()), kv_heads, block_size,
                        block_size % PANEL ? block_size : PANEL, dim};

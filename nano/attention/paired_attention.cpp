@@ -1,4 +1,4 @@
-// nano::paged_attention_paired: over a cache of bfloat16, multiplying in bfloat16. Blocks hold whole panels.
+// nano::paged_attention_paired: over a cache of bfloat16, multiplying in bfloat16.
 #include "attention_pairs.h"
 #include "paged_attention.h"
 

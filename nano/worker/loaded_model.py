@@ -109,8 +109,8 @@ class LoadedModel:
                 self.model.config.num_heads,
                 self.dtype,
                 self.device.torch_device,
-                getattr(torch, self.config.model.dtype),
                 self.config.attention.kv_split,
+                getattr(torch, self.config.model.dtype),
             )
         )
 
