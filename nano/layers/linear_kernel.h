@@ -40,16 +40,14 @@ namespace nano_linear {
 #if defined(NANO_AVX512)
 constexpr int SUMS = 28;  // that fit the registers, beside weights and a factor
 constexpr bool HAS_OPERAND_FACTORS = true;
-constexpr int FEW_ROWS = 8;    // one tile of any size; more are tiles of TILE_ROWS, and what is left: each
-constexpr int TILE_ROWS = 16;  // size is a kernel to compile. So many hide the decoding of a weight:
-constexpr bool HAS_SCRATCH = false;  // they need no other way
+constexpr int FEW_ROWS = 16;  // hide the decoding of a weight: more need no other way
+constexpr bool HAS_SCRATCH = false;
 constexpr long PASS_STEPS = 128;      // steps of a panel that all passes take before the next ones: 32 KB,
 constexpr bool FETCHES_TWICE = true;  // fit for the second-level cache, too many for the first-level one
 #else
 constexpr int SUMS = 12;
 constexpr bool HAS_OPERAND_FACTORS = false;
 constexpr int FEW_ROWS = 12;
-constexpr int TILE_ROWS = 6;
 constexpr bool HAS_SCRATCH = true;  // for many rows
 constexpr long PASS_STEPS = 32;  // shared by more passes: the first-level cache has to keep them
 constexpr bool FETCHES_TWICE = false;
@@ -159,10 +157,9 @@ static void few_rows(const W& weights, const Operands& ops, const float* x, long
 
 template <class W, size_t... Row>
 constexpr auto few_rows_table(std::index_sequence<Row...>) {
-  return std::array{&few_rows<W, (int)Row + 1>..., &few_rows<W, TILE_ROWS>};
+  return std::array{&few_rows<W, (int)Row + 1>...};
 }
 
-// For 1 .. FEW_ROWS rows, and at last for TILE_ROWS.
 template <class W>
 constexpr auto FEW_ROWS_KERNELS = few_rows_table<W>(std::make_index_sequence<FEW_ROWS>());
 
@@ -184,7 +181,7 @@ template <class W>
 static void linear_of_few(const W& weights, const Operands& ops) {
   const auto kernel = FEW_ROWS_KERNELS<W>[ops.M - 1];
   const long call = next_call();
-  const long part = vectors_at_once((int)ops.M) == PANEL_VECTORS ? PANEL : HALF_PANEL;
+  const long part = vectors_at_once((int)ops.M) == PANEL_VECTORS ? PANEL : PANEL / 2;
   const long parts = std::max<long>(1, MIN_WEIGHTS / (part * std::max<long>(1, ops.K)));
   for_outputs(ops.N, part, parts, [&](long output, long end) {
     kernel(weights, ops, own_rows(ops, call), 0, output, end);
@@ -193,7 +190,8 @@ static void linear_of_few(const W& weights, const Operands& ops) {
 
 // ---- many rows ----
 
-constexpr int TILE_VECTORS = SUMS / TILE_ROWS;  // with a scratch
+constexpr int TILE_VECTORS = 2;
+constexpr int TILE_ROWS = HAS_SCRATCH ? SUMS / TILE_VECTORS : FEW_ROWS;
 constexpr long ROW_BLOCK = 224;  // rows that are copied before they are multiplied
 constexpr long MAX_CHUNK = 256;  // inputs in a scratch; a multiple of 16, and so of every STEP, as all are
 constexpr long MANY_TILES = 6;   // of rows: fewer do not pay for a chunk of the full size
@@ -290,29 +288,12 @@ static void many_rows(const W& weights, const Operands& ops, const float* copy, 
   }
 }
 
-// The same without a scratch. A tile of so few rows that one pass takes the panel goes with half of it, the
-// next such tile with the other half.
-template <class W>
-static void many_few_rows(const W& weights, const Operands& ops, const float* copy, long first_row,
-                          const RowTiles& tiles, long first, long last, long output, long end) {
-  for (long tile = first; tile < last; tile++) {
-    const long start = tiles.start(tile), size = tiles.size(tile);
-    const float* x = copy + start * ops.K;
-    const auto kernel = FEW_ROWS_KERNELS<W>[std::min<long>(size - 1, FEW_ROWS)];
-    const long panel = output / PANEL * PANEL, half = panel + tile % 2 * HALF_PANEL;
-    if (vectors_at_once((int)size) < PANEL_VECTORS)
-      kernel(weights, ops, x, first_row + start, output, end);
-    else if (output <= half && half < end)
-      kernel(weights, ops, x, first_row + start, panel, panel + PANEL);
-  }
-}
-
 template <class W>
 static void linear_of_many(const W& weights, const Operands& ops) {
-  const long even = ops.M / ((ops.M + ROW_BLOCK - 1) / ROW_BLOCK);
-  const long block = (even / TILE_ROWS + 1) * TILE_ROWS;
-  for (long row = 0; row < ops.M; row += block) {
-    const RowTiles tiles(std::min(block, ops.M - row), TILE_ROWS, HAS_SCRATCH ? TILE_ROWS : FEW_ROWS);
+  const RowTiles blocks(ops.M, ROW_BLOCK);
+  for (long block = 0; block < blocks.count; block++) {
+    const long row = blocks.start(block);
+    const RowTiles tiles(blocks.size(block), TILE_ROWS);
     float* copy = copy_memory(tiles.num_rows * ops.K);
     parallel_for(tiles.count, [&](long tile) {
       const long start = tiles.start(tile);
@@ -322,17 +303,22 @@ static void linear_of_many(const W& weights, const Operands& ops) {
       if constexpr (HAS_SCRATCH)
         many_rows(weights, ops, copy, row, tiles, first, last, output, end);
       else
-        many_few_rows(weights, ops, copy, row, tiles, first, last, output, end);
+        for (long tile = first; tile < last; tile++) {
+          const long start = tiles.start(tile);
+          FEW_ROWS_KERNELS<W>[tiles.size(tile) - 1](weights, ops, copy + start * ops.K, row + start, output,
+                                                    end);
+        }
     };
-    const long outputs = (ops.N + PANEL - 1) / PANEL * PANEL;  // both halves of each panel have tiles to take
-    const long num_parts = outputs / HALF_PANEL, wanted = TASKS_PER_THREAD * nano_num_threads();
+    constexpr long PART = PANEL / 2;  // a whole number of passes for every tile: more than FEW_ROWS rows
+    static_assert(vectors_at_once(FEW_ROWS / 2) * LANES <= PART);  // are never cut into less than half of it
+    const long num_parts = (ops.N + PART - 1) / PART, wanted = TASKS_PER_THREAD * nano_num_threads();
     const long cuts = std::min((wanted + num_parts - 1) / num_parts, tiles.count);
     if (cuts == 1)
-      for_outputs(outputs, HALF_PANEL, 1, [&](long output, long end) { multiply(0, tiles.count, output, end); });
+      for_outputs(ops.N, PART, 1, [&](long output, long end) { multiply(0, tiles.count, output, end); });
     else  // outputs alone make too few tasks: each decodes its weights for some of the rows
       parallel_for(num_parts * cuts, [&](long task) {
-        const long cut = task % cuts, output = task / cuts * HALF_PANEL;
-        multiply(tiles.count * cut / cuts, tiles.count * (cut + 1) / cuts, output, output + HALF_PANEL);
+        const long cut = task % cuts, output = task / cuts * PART;
+        multiply(tiles.count * cut / cuts, tiles.count * (cut + 1) / cuts, output, output + PART);
       });
   }
 }

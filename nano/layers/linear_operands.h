@@ -10,7 +10,6 @@
 namespace nano_linear {
 
 constexpr long PANEL = 64;  // outputs stored side by side
-constexpr long HALF_PANEL = PANEL / 2;
 constexpr int PANEL_VECTORS = PANEL / LANES;
 constexpr long LINE = 64;  // bytes of the cache line that a prefetch fetches
 constexpr long TASKS_PER_THREAD = 4;  // with fewer, the last one is waited for
@@ -26,20 +25,12 @@ struct Operands {
   float* at(long row, long output) const { return y + row * N + output; }
 };
 
-// Rows cut into tiles of at most `most`, evenly: 13 are 7 + 6, never 12 and one. If fewer than `most` are to
-// be at most `most_left`, all tiles are of `most` but those left, and these are even.
+// Rows cut into tiles of at most `most`, evenly: 13 are 7 + 6, never 12 and one.
 struct RowTiles {
-  long num_rows, count, num_whole, num_left, rows_whole;
+  long num_rows, count;
 
-  RowTiles(long rows, long most, long most_left)
-      : num_rows(rows), num_whole(most_left<most?rows/most:0), rows_whole(num_whole*most) {
-    num_left = (rows - rows_whole + most_left - 1) / most_left;
-    count = num_whole + num_left;
-  }
-  RowTiles(long rows, long most) : RowTiles(rows, most, most) {}
-  long start(long tile) const {
-    return tile < num_whole ? rows_whole / num_whole * tile : num_left == 0 ? rows_whole : rows_whole + (num_rows - rows_whole) * (tile - num_whole) / num_left;
-  }
+  RowTiles(long rows, long most) : num_rows(rows), count((rows + most - 1) / most) {}
+  long start(long tile) const { return num_rows * tile / count; }
   long size(long tile) const { return start(tile + 1) - start(tile); }
 };
 
