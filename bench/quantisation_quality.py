@@ -22,7 +22,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from nano.attention.backend import AttentionBackend, AttentionMetadata
+from nano.attention.backend import AttentionBackend, AttentionMetadata, AttentionSetup
 from nano.attention.op import ForwardContext, forward_context
 from nano.attention.select import select_backend
 from nano.checkpoint.hf_config import load_decoder_config
@@ -35,21 +35,25 @@ from nano.models.weight_storage import WeightStorage
 from nano.models.weights import load_model
 
 TEXTS = Path(__file__).with_name("texts")
-UNQUANTISED, BFLOAT16_KV = "unquantised", "bfloat16 KV"
-SCHEMES = ("bfloat16", "int8", "w8a8", "int4", "w4a8", BFLOAT16_KV)
+UNQUANTISED, BFLOAT16_KV, BFLOAT16_DTYPE = "unquantised", "bfloat16 KV", "dtype bfloat16"
+SCHEMES = ("bfloat16", "int8", "w8a8", "int4", "w4a8", BFLOAT16_KV, BFLOAT16_DTYPE)
 CHUNK = 256  # positions whose logits exist at once
 BLOCK_SIZE = 16
 CPU = make_device("cpu").torch_device  # sets the threads as the engine does
 
 
 class Continuation:
-    """One model reading one text, chunk by chunk."""
+    """A model that computes as `scheme` says, reading one text chunk by chunk."""
 
-    def __init__(self, model: Decoder, kv_dtype: str, num_tokens: int):
+    def __init__(self, model: Decoder, scheme: str, num_tokens: int):
         self.model = model
+        kv_dtype = "bfloat16" if scheme in (BFLOAT16_KV, BFLOAT16_DTYPE) else "float32"
+        multiplied = torch.bfloat16 if scheme == BFLOAT16_DTYPE else None
         specs = model.kv_specs(kv_dtype)
-        backend_class = select_backend("auto", specs, CPU)
-        self.backend: AttentionBackend = backend_class(BLOCK_SIZE, specs[0].head_dim ** -0.5)
+        setup = AttentionSetup(
+            BLOCK_SIZE, specs[0], model.config.num_heads, torch.float32, CPU, multiplied=multiplied
+        )
+        self.backend: AttentionBackend = select_backend("auto", specs, CPU).for_model(setup)
         self.num_blocks = -(-num_tokens // BLOCK_SIZE)
         caches = [
             torch.zeros(
@@ -123,10 +127,7 @@ def compare_models(path: str, schemes: list[str], max_tokens: int) -> None:
         models[scheme] = reference if scheme == BFLOAT16_KV else load(folder, scheme)
     comparisons = {name: Comparison() for name in models}
     for ids in texts:
-        readers = {
-            name: Continuation(model, "bfloat16" if name == BFLOAT16_KV else "float32", len(ids))
-            for name, model in models.items()
-        }
+        readers = {name: Continuation(model, name, len(ids)) for name, model in models.items()}
         for start in range(0, len(ids) - 1, CHUNK):
             end = min(start + CHUNK, len(ids) - 1)
             expected = readers[UNQUANTISED].logits(ids[start:end])
@@ -140,16 +141,17 @@ def compare_models(path: str, schemes: list[str], max_tokens: int) -> None:
         print(f"| {name} | {num_bytes / 1e9:.3f} | {comparisons[name].row()} |")
 
 
-def load(folder: Path, quantization: str | None) -> Decoder:
+def load(folder: Path, scheme: str | None) -> Decoder:
     config = load_decoder_config(folder)
-    kernels = select_kernels("float32", "exact")
+    is_narrow = scheme == BFLOAT16_DTYPE
+    kernels = select_kernels("bfloat16" if is_narrow else "float32", "exact")
     model = load_model(
         folder,
         config,
         dtype=torch.float32,
         device=CPU,
         max_model_len=min(config.max_model_len, 8192),
-        quantization=quantization,
+        quantization=None if is_narrow else scheme,
         kernels=kernels,
         show_progress=False,
     )
@@ -170,7 +172,7 @@ def compare_layers(size: int = 1024, num_rows: int = 64, num_outliers: int = 8) 
         f"{num_outliers} columns of weights 50 times larger": (x, weight * outliers),
         "both, as if one made up for the other": (x * outliers, weight / outliers),
     }
-    schemes = [scheme for scheme in SCHEMES if scheme != BFLOAT16_KV]
+    schemes = [scheme for scheme in SCHEMES if scheme not in (BFLOAT16_KV, BFLOAT16_DTYPE)]
     kernels = select_kernels("float32", "exact")
     print(f"one layer of {size} x {size}, {num_rows} rows: relative error of the result\n")
     print(f"| layer | {' | '.join(schemes)} |")
