@@ -1,5 +1,5 @@
-// The arithmetic of attention over a cache of bfloat16 in which queries and weights are rounded to bfloat16 as
-// well, two products at a time: a key's dimensions and a value's positions lie in pairs.
+// The arithmetic of attention over a cache of bfloat16 in which queries and weights are rounded as well, two
+// products at a time: a key's dimensions and a value's positions lie in pairs.
 //
 // Sums are of float32, and each is one chain of pairs, by rows, panels and ranges as in attention_rows.h.
 #pragma once
@@ -118,7 +118,7 @@ inline void add_pairs(const Pair* weights, const Paired* const* values, long fro
   if (at < dim) add_pair_columns<ROWS, 1, HalfVec>(weights, values, from, to, dim, at, sums);
 }
 
-// The last position that a row sees, if the other one of its pair is not seen: that one's values are left out.
+// The last position that a row sees, if it does not see the other one of the pair: that one's values are left out.
 inline void add_first_of_pair(const Pair* weights, const Paired* const* values, long pair, long dim,
                               float* sums) {
   constexpr long PAIRS = PANEL / 2, PART = 8;

@@ -45,8 +45,8 @@ static NANO_INLINE T from_float(float x) {
     return {nearest_bfloat16(x)};
 }
 
-// Where a block of T keeps a key's and a value's dimension `d`. Keys lie in panels of `width` positions; if that
-// is not PANEL, they are read from a copy.
+// Where a block of T keeps a key's and a value's dimension `d`. Keys lie in panels of `width` positions; if
+// that is not PANEL, they are read from a copy.
 template <class T>
 struct Layout {
   using Copy = float;

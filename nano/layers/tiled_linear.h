@@ -46,7 +46,8 @@ constexpr auto kernels_by_rows(std::index_sequence<Row...>) {
 
 // A panel has `panel_bytes` of weights.
 template <class Tile>
-static void tiled_linear(const Tile& tile, const typename Tile::Rows& x, const Operands& ops, long panel_bytes) {
+static void tiled_linear(const Tile& tile, const typename Tile::Rows& x, const Operands& ops,
+                         long panel_bytes) {
   static constexpr auto KERNELS = kernels_by_rows<Tile>(std::make_index_sequence<Tile::MAX_ROWS>());
   const RowTiles& tiles = x.tiles;
   const long num_panels = (ops.N + PANEL - 1) / PANEL, wanted = TASKS_PER_THREAD * nano_num_threads();

@@ -1,5 +1,5 @@
-// nano::linear_w16a16: a linear layer of bfloat16 weights whose inputs are rounded to bfloat16 (to the nearest,
-// halves to even). Products are exact, and their sum is one chain of float32 over pairs of inputs.
+// nano::linear_w16a16: a linear layer of bfloat16 weights whose inputs are rounded to bfloat16. Products are
+// exact, and their sum is one chain of float32 over pairs of inputs.
 //
 // A CPU that multiplies pairs of bfloat16 takes half the instructions of float32. Elsewhere the rounded
 // inputs take the way of float32.
@@ -17,6 +17,7 @@ namespace {
 using namespace nano_tiled;
 using nano_linear::LINE;
 
+constexpr long STRETCH = 64;     // words of a panel that two passes share: 16 KB
 constexpr long NEAR_WORDS = 16;  // steps along a panel that are fetched ahead
 
 // Rows rounded, a pair of neighbouring inputs in a word; zero beyond an odd number of inputs.
@@ -46,48 +47,71 @@ PairedRows pair_rows(const float* x, long K, RowTiles tiles) {
 
 struct Tile {
   using Rows = PairedRows;
-  static constexpr int MAX_ROWS = 6, VECTORS = PANEL_VECTORS;  // 24 sums, four weights and a factor
+  static constexpr int MAX_ROWS = 8;
+  static constexpr int WIDE_ROWS = 6;  // most that take whole panels: 24 sums, four weights and a factor
 
   const uint32_t* packed;  // [N / 64][num_words][64]
   Operands ops;
 
+  // Seven and eight rows are read for once; more are bound by the multipliers, and fill them by sixes.
+  static RowTiles tiles_of(long rows) { return {rows, rows <= MAX_ROWS ? MAX_ROWS : WIDE_ROWS}; }
+
   template <int ROWS>
   void run(const Rows& x, long row, long output) const {
-    const uint32_t* words = packed + output * x.num_words;
+    constexpr int VECTORS = ROWS <= WIDE_ROWS ? 4 : 2, PASSES = PANEL_VECTORS / VECTORS;
+    // Two passes share a stretch; each fetches half of the next one into the second-level cache.
+    const long stretch = PASSES == 1 ? x.num_words : STRETCH;
+    const uint32_t* panel = packed + output * x.num_words;
     const uint32_t* inputs = x.words.get() + row * x.num_words;
-    Vec sums[VECTORS][ROWS] = {};
-    for (long word = 0; word < x.num_words; word++, words += PANEL, inputs += ROWS) {
+    Vec sums[PASSES][VECTORS][ROWS] = {};
+    for (long word = 0; word < x.num_words; word += stretch)
+      for (int p = 0; p < PASSES; p++)
+        add(panel + word * PANEL + p * VECTORS * LANES, inputs + word * ROWS,
+            panel + (word + STRETCH) * PANEL + p * STRETCH * VECTORS * LANES,
+            std::min(stretch, x.num_words - word), sums[p]);
+    for (int p = 0; p < PASSES; p++)
+      if (const long at = output + p * VECTORS * LANES; at < ops.N) store_sums(ops, row, at, sums[p], true);
+  }
+
+  template <int ROWS, int VECTORS>
+  static NANO_INLINE void add(const uint32_t* words, const uint32_t* inputs, const uint32_t* far, long count,
+                              Vec (&carried)[VECTORS][ROWS]) {
+    Vec sums[VECTORS][ROWS];  // a copy, which is kept in registers
+    std::memcpy(sums, carried, sizeof sums);
+    for (long word = 0; word < count; word++, words += PANEL, inputs += ROWS, far += VECTORS * LANES) {
       WordVec w[VECTORS];
 #pragma GCC unroll 4
       for (int v = 0; v < VECTORS; v++) {
         __builtin_prefetch(words + NEAR_WORDS * PANEL + v * LANES);
+        if (VECTORS < PANEL_VECTORS) __builtin_prefetch(far + v * LANES, 0, 2);
         w[v] = load(words + v * LANES);
       }
-#pragma GCC unroll 6
+#pragma GCC unroll 8
       for (int r = 0; r < ROWS; r++) {
         const WordVec pair = inputs[r] - WordVec{};
 #pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++)
-          sums[v][r] = add_pair_products(sums[v][r], w[v], pair);
+        for (int v = 0; v < VECTORS; v++) sums[v][r] = add_pair_products(sums[v][r], w[v], pair);
       }
     }
-    store_sums(ops, row, output, sums, true);
+    std::memcpy(carried, sums, sizeof sums);
   }
 };
 
-Tensor linear_w16a16(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t num_outputs) {
+Tensor linear_w16a16(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias,
+                     int64_t num_outputs) {
   Tensor y = empty_floats({x.size(0), num_outputs});
   if (x.size(0) == 0) return y;
   const Tensor rows = x.is_contiguous() ? x : torch::stable::contiguous(x);
   const Operands ops = operands(rows, bias, y);
   tiled_linear(Tile{static_cast<const uint32_t*>(packed.const_data_ptr()), ops},
-               pair_rows(ops.x, ops.K, RowTiles(ops.M, Tile::MAX_ROWS)), ops, ops.K * 2 * PANEL);
+               pair_rows(ops.x, ops.K, Tile::tiles_of(ops.M)), ops, ops.K * 2 * PANEL);
   return y;
 }
 
 #else
 
-Tensor linear_w16a16(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t num_outputs) {
+Tensor linear_w16a16(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias,
+                     int64_t num_outputs) {
   const Tensor contiguous = torch::stable::contiguous(x);
   const long count = x.size(0) * x.size(1);
   Tensor rounded = empty_floats({x.size(0), x.size(1)});
