@@ -45,17 +45,6 @@ static NANO_INLINE T from_float(float x) {
     return {nearest_bfloat16(x)};
 }
 
-// Where a block of T keeps a key's and a value's dimension `d`. Keys lie in panels of `width` positions; if
-// that is not PANEL, they are read from a copy.
-template <class T>
-struct Layout {
-  using Copy = float;
-  static long of_key(long position, long d, long width, long dim) {
-    return position / width * width * dim + d * width + position % width;
-  }
-  static long of_value(long position, long d, long, long dim) { return position * dim + d; }
-};
-
 typedef float HalfVec __attribute__((vector_size(4 * 8)));  // for a head's last eight dimensions
 
 template <int SIZE>
@@ -96,26 +85,76 @@ static NANO_INLINE V multiply_add(V a, V b, V c) {
   return a * b + c;
 }
 
-// The scores of ROWS rows against PANELS panels. q: [ROWS][dim]; a panel of keys: [dim][PANEL];
+// What a cache of T holds where, and how it is multiplied. This is for floats: float and BFloat16.
+template <class T>
+struct Format {
+  using Copy = float;  // as which panels are copied that cannot be read where they lie
+
+  // Where a block keeps dimension `d` of a key and of a value. Keys lie in panels of `width` positions; if
+  // that is not PANEL, they are read from a copy.
+  static long of_key(long position, long d, long width, long dim) {
+    return position / width * width * dim + d * width + position % width;
+  }
+  static long of_value(long position, long d, long, long dim) { return position * dim + d; }
+
+  // A unit is what one factor multiplies: so many dimensions of a key, or positions of a value.
+  static constexpr long UNIT = 1;
+  using Factor = float;  // queries and weights
+  using Element = T;     // units of one position's key, or of one dimension's values
+  template <class V>
+  using Operand = V;  // elements, as many as V has floats
+
+  template <class V>
+  static NANO_INLINE V load(const Element* p) {
+    return load_as<V>(p);
+  }
+  template <class V>
+  static NANO_INLINE V add(V sum, V operand, V factor) {
+    return multiply_add(factor, operand, sum);
+  }
+
+  static void store_query(const float* q, float scale, long dim, float* to) {
+    for (long d = 0; d < dim; d++) to[d] = q[d] * scale;
+  }
+  static void store_weights(float*) {}  // in their place
+  // The positions beyond whole units of the `num_seen` that a row sees.
+  static void add_rest(const Factor*, const T* const*, long, long, float*) {}
+};
+
+template <class T>
+static NANO_INLINE const typename Format<T>::Element* elements(const T* panel) {
+  return reinterpret_cast<const typename Format<T>::Element*>(panel);
+}
+
+// A row's queries or weights as factors. There may be fewer of them: a row begins where it would as floats.
+template <class T>
+static NANO_INLINE const typename Format<T>::Factor* factors(const float* row) {
+  return reinterpret_cast<const typename Format<T>::Factor*>(row);
+}
+
+// The scores of ROWS rows against PANELS panels. q: [ROWS][dim]; a panel of keys: [dim / UNIT][PANEL];
 // scores: [ROWS][RANGE], from the first panel's place on.
 template <int ROWS, int PANELS, class T>
 NANO_KERNEL score_panels(const float* q, const T* const* keys, long dim, float* scores) {
+  using F = Format<T>;
+  using Operand = typename F::template Operand<Vec>;
   constexpr int VECS = PANELS * PANEL / LANES;
+  const long num_units = dim / F::UNIT;
   Vec sums[ROWS][VECS] = {};
   for (int p = 0; p < PANELS; p++) {  // with each part of the dimensions, one of the panels ahead is fetched
-    const T* next = keys[p + AHEAD];
-    for (long d = dim * p / PANELS; d < dim * (p + 1) / PANELS; d++, next += PANELS * PANEL) {
-      Vec key[VECS];
+    const auto* next = elements(keys[p + AHEAD]);
+    for (long d = num_units * p / PANELS; d < num_units * (p + 1) / PANELS; d++, next += PANELS * PANEL) {
+      Operand key[VECS];
 #pragma GCC unroll 4
       for (int v = 0; v < VECS; v++)
-        key[v] = load_as<Vec>(keys[v * LANES / PANEL] + d * PANEL + v * LANES % PANEL);
+        key[v] = F::template load<Vec>(elements(keys[v * LANES / PANEL]) + d * PANEL + v * LANES % PANEL);
 #pragma GCC unroll 4
       for (int i = 0; i < PANELS; i++) __builtin_prefetch(next + i * PANEL, 0, 2);
 #pragma GCC unroll 6
       for (int r = 0; r < ROWS; r++) {
-        const Vec factor = broadcast(q[r * dim + d]);
+        const Operand factor = factors<T>(q + r * dim)[d] - Operand{};
 #pragma GCC unroll 4
-        for (int v = 0; v < VECS; v++) sums[r][v] = multiply_add(factor, key[v], sums[r][v]);
+        for (int v = 0; v < VECS; v++) sums[r][v] = F::add(sums[r][v], key[v], factor);
       }
     }
   }
@@ -133,32 +172,34 @@ inline void score(const float* q, const T* const* keys, long num_panels, long di
   for (; p < num_panels; p++) score_panels<ROWS, 1>(q, keys + p, dim, scores + p * PANEL);
 }
 
-// Add to sums[ROWS][dim] the values of positions [from, to), times weights[ROWS][RANGE]: VECS vectors V
-// of dimensions from `at` on. A panel of values: [PANEL][dim].
+// Add to sums[ROWS][dim] the values of the units of positions [from, to), times weights[ROWS][RANGE]: VECS
+// vectors V of dimensions from `at` on. A panel of values: [PANEL / UNIT][dim].
 template <int ROWS, int VECS, class V, class T>
 NANO_KERNEL add_columns(const float* weights, const T* const* values, long from, long to, long dim,
                         long at, float* sums) {
-  constexpr long WIDTH = sizeof(V) / sizeof(float);
+  using F = Format<T>;
+  using Operand = typename F::template Operand<V>;
+  constexpr long WIDTH = sizeof(V) / sizeof(float), UNITS = PANEL / F::UNIT;
   V column[ROWS][VECS];
 #pragma GCC unroll 6
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
     for (int v = 0; v < VECS; v++) column[r][v] = load_as<V>(sums + r * dim + at + v * WIDTH);
   for (long t = from; t < to;) {
-    const T* row = values[t / PANEL] + t % PANEL * dim + at;
-    const T* next = values[t / PANEL + AHEAD] + t % PANEL * dim + at;
-    const long end = std::min(to, (t / PANEL + 1) * PANEL);
+    const auto* row = elements(values[t / UNITS]) + t % UNITS * dim + at;
+    const auto* next = elements(values[t / UNITS + AHEAD]) + t % UNITS * dim + at;
+    const long end = std::min(to, (t / UNITS + 1) * UNITS);
     for (; t < end; t++, row += dim, next += dim) {
-      V value[VECS];
+      Operand value[VECS];
 #pragma GCC unroll 4
-      for (int v = 0; v < VECS; v++) value[v] = load_as<V>(row + v * WIDTH);
+      for (int v = 0; v < VECS; v++) value[v] = F::template load<V>(row + v * WIDTH);
 #pragma GCC unroll 4
       for (int p = 0; p < VECS * WIDTH / PANEL; p++) __builtin_prefetch(next + p * PANEL, 0, 2);
 #pragma GCC unroll 6
       for (int r = 0; r < ROWS; r++) {
-        const V weight = weights[r * RANGE + t] - V{};
+        const Operand weight = factors<T>(weights + r * RANGE)[t] - Operand{};
 #pragma GCC unroll 4
-        for (int v = 0; v < VECS; v++) column[r][v] = multiply_add(weight, value[v], column[r][v]);
+        for (int v = 0; v < VECS; v++) column[r][v] = F::add(column[r][v], value[v], weight);
       }
     }
   }
@@ -184,12 +225,16 @@ inline void add_values(const float* weights, const T* const* values, long from, 
 // Add to the sums of ROWS rows the values of the positions that each sees, num_seen(row) of them. A position
 // that a row does not see is never multiplied, not even by zero: its value may be NaN.
 template <int ROWS, class T, class NumSeen>
-inline void add_seen(const float* weights, const T* const* values, NumSeen&& num_seen, long dim, float* sums) {
-  const long num_shared = num_seen(0);  // the first row sees least
+inline void add_seen(const float* weights, const T* const* values, NumSeen&& num_seen, long dim,
+                     float* sums) {
+  constexpr long UNIT = Format<T>::UNIT;
+  const long num_shared = num_seen(0) / UNIT;  // the first row sees least
   add_values<ROWS>(weights, values, 0, num_shared, dim, sums);
-  for (long r = 1; r < ROWS; r++)
-    if (num_seen(r) > num_shared)
-      add_values<1>(weights + r * RANGE, values, num_shared, num_seen(r), dim, sums + r * dim);
+  for (long r = 0; r < ROWS; r++, weights += RANGE, sums += dim) {
+    const long num_units = num_seen(r) / UNIT;
+    if (num_units > num_shared) add_values<1>(weights, values, num_shared, num_units, dim, sums);
+    Format<T>::add_rest(factors<T>(weights), values, num_seen(r), dim, sums);
+  }
 }
 
 // The lanes of a panel folded into one by `combine`, in an order that no vector width changes.
@@ -243,11 +288,3 @@ inline void merge(const State& state, const State& next, long first, long last, 
     state.best[r] = large.best[r];
   }
 }
-
-// What rows multiply: queries as they are scored against a cache of T, and weights as they weigh its values.
-template <class T>
-inline void store_query(const float* q, float scale, long dim, float* to) {
-  for (long d = 0; d < dim; d++) to[d] = q[d] * scale;
-}
-template <class T>
-inline void store_weights(float*) {}

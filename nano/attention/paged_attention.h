@@ -90,8 +90,8 @@ void write_token(const Step<T>& step, long token) {
     const float* v = step.v + token * step.v_stride + head * dim;
     T* keys = cache.keys(block, head);
     T* values = keys + cache.size();
-    for (long d = 0; d < dim; d++) keys[Layout<T>::of_key(offset, d, width, dim)] = from_float<T>(k[d]);
-    for (long d = 0; d < dim; d++) values[Layout<T>::of_value(offset, d, width, dim)] = from_float<T>(v[d]);
+    for (long d = 0; d < dim; d++) keys[Format<T>::of_key(offset, d, width, dim)] = from_float<T>(k[d]);
+    for (long d = 0; d < dim; d++) values[Format<T>::of_value(offset, d, width, dim)] = from_float<T>(v[d]);
   }
 }
 
@@ -146,9 +146,9 @@ struct Pages {
       const T* from = keys_of(start + i);
       const long at = (start + i) % cache.block_size;
       for (long d = 0; d < dim; d++) {
-        keys[Layout<T>::of_key(i, d, PANEL, dim)] = from[Layout<T>::of_key(at, d, width, dim)];
-        values[Layout<T>::of_value(i, d, PANEL, dim)] =
-            from[cache.size() + Layout<T>::of_value(at, d, width, dim)];
+        keys[Format<T>::of_key(i, d, PANEL, dim)] = from[Format<T>::of_key(at, d, width, dim)];
+        values[Format<T>::of_value(i, d, PANEL, dim)] =
+            from[cache.size() + Format<T>::of_value(at, d, width, dim)];
       }
     }
   }
@@ -207,7 +207,7 @@ Panels<T> find_panels(const Pages<T>& pages, long start, long num_panels, long l
 }
 
 // The same in copies.
-template <class T, class Copy = typename Layout<T>::Copy>
+template <class T, class Copy = typename Format<T>::Copy>
 Panels<Copy> copy_panels(const Pages<T>& pages, long start, long num_panels, long num_seen, Copy* copies) {
   const long size = PANEL * pages.cache.dim;
   Panels<Copy> found;
@@ -235,7 +235,7 @@ void attend_panels(const Tile& tile, const Panels<T>& panels, long start, long d
     score<num_rows>(scratch.q + row * dim, panels.keys(), last_panel + 1, dim, scores);
     for (long r = 0; r < num_rows; r++) {
       soften(scores + r * RANGE, num_seen(row + r), state.best[row + r], state.mass[row + r]);
-      store_weights<T>(scores + r * RANGE);
+      Format<T>::store_weights(scores + r * RANGE);
     }
     std::fill(sums, sums + num_rows * dim, 0.0f);
     add_seen<num_rows>(scores, panels.values(), [&](long r) { return num_seen(row + r); }, dim, sums);
@@ -249,7 +249,7 @@ void attend(const Step<T>& step, const Tile& tile, long head, long range, const 
   const Pages<T> pages{step.cache, step.block_table + tile.request * step.table_stride, head};
   const long start = range * RANGE, last_seen = tile.last_position(tile.num_rows() - 1);
   const long num_seen = std::min(last_seen + 1 - start, RANGE), num_panels = (num_seen + PANEL - 1) / PANEL;
-  using Copy = typename Layout<T>::Copy;
+  using Copy = typename Format<T>::Copy;
   if (step.cache.width == PANEL)
     attend_panels(tile, find_panels(pages, start, num_panels, last_seen), start, dim, scratch, state);
   else
@@ -311,7 +311,7 @@ class Job {
     const long dim = step_.cache.dim, group = tile.group;  // of heads that lie side by side
     for (long r = 0; r < tile.num_rows(); r++, q += dim) {
       const float* token = step_.q + (tile.first_token + r / group) * step_.q_stride;
-      store_query<T>(token + (head * group + r % group) * dim, step_.scale, dim, q);
+      Format<T>::store_query(token + (head * group + r % group) * dim, step_.scale, dim, q);
     }
   }
 
