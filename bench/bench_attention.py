@@ -19,6 +19,7 @@ from nano.attention.torch_backend import TorchBackend
 from nano.kv_spec import LayerKVSpec
 from nano.native.build import load_threads
 from tests.attention.sequences import Sequences
+from tests.attention.test_paired_attention import PairedBackend
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 9, 3, 64
 COLD_BYTES = 100_000_000  # of caches that are read in turn
@@ -48,8 +49,13 @@ def num_threads(request):
 
 @pytest.mark.parametrize(
     ("backend", "dtype"),
-    [(CpuBackend, "float32"), (CpuBackend, "bfloat16"), (TorchBackend, "float32")],
-    ids=["cpu", "cpu-bfloat16", "torch"],
+    [
+        (CpuBackend, "float32"),
+        (CpuBackend, "bfloat16"),
+        (PairedBackend, "bfloat16"),
+        (TorchBackend, "float32"),
+    ],
+    ids=["cpu", "cpu-bfloat16", "cpu-paired", "torch"],
 )
 @pytest.mark.parametrize(("num_requests", "seq_len", "query_len"), CASES)
 def test_attention(
