@@ -3,10 +3,10 @@
 //
 // A CPU that multiplies pairs of bfloat16 takes half the instructions of float32. Elsewhere the rounded
 // inputs take the way of float32.
-#include "layers/bfloat16_weights.h"
 #include <memory>
 #include <vector>
 
+#include "layers/bfloat16_weights.h"
 #include "layers/tiled_linear.h"
 #include "native/pairs.h"
 
@@ -15,7 +15,6 @@ namespace {
 #if defined(NANO_PAIRS)
 
 using namespace nano_tiled;
-using nano_linear::LINE;
 
 constexpr long STRETCH = 64;     // words of a panel that two passes share: 16 KB
 constexpr long NEAR_WORDS = 16;  // steps along a panel that are fetched ahead

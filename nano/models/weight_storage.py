@@ -10,8 +10,8 @@ Norms and biases stay float32. The output layer is a fifth of a small model and 
 neighbours: int8 costs it next to nothing, 4-bit weights and 8-bit activations do (docs/log.md). A
 tied embedding is one table: the rows that are looked up are those that make the logits.
 
-Records run on kernels of their own. Where there are none (no compiler, or another dtype than
-float32) the same weights are kept as floats.
+Records run on kernels of their own, in whatever arithmetic their scheme says. Where there are none
+(no compiler, or a dtype that the native kernels do not serve) the same weights are kept as floats.
 """
 
 from collections.abc import Sequence
@@ -80,13 +80,14 @@ class WeightStorage:
         if self._scheme in _ACTIVATION_SCHEMES and not self._is_native:
             raise ConfigError(
                 f"quantization={quantization} rounds activations too, which only the native "
-                "kernels do: they need a C++ compiler and dtype float32. int8 and int4 do without"
+                "kernels do: they need a C++ compiler and a CPU in float32 or bfloat16. int8 and "
+                "int4 do without"
             )
 
         if quantization not in (None, "bfloat16") and not self._is_native:
             logger.info(
                 "quantized weights are kept as the floats they stand for: their kernels need a "
-                "C++ compiler and dtype float32"
+                "C++ compiler and a CPU in float32 or bfloat16"
             )
 
     def fill_linear(

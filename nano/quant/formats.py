@@ -3,6 +3,7 @@
 | format | weights | activations | result |
 |---|---|---|---|
 | float32, bfloat16 | floats | float32 | one chain of fused multiply-adds for each output |
+| w16a16 | bfloat16 | bfloat16 | one chain of float32 sums of two products |
 | int8 | `Symmetric8` | float32 | the bits of its dequantised matrix in float32 |
 | int4 | `Affine4` | float32 | the bits of its dequantised matrix in float32 |
 | w8a8 | `Symmetric8`, a scale per output | 8 bits, a scale per row | integers, scaled |

@@ -1,34 +1,28 @@
-"""dtype=bfloat16 on a CPU: inputs and weights of linear layers are rounded, and nothing else is."""
+"""dtype=bfloat16 on a CPU: what is multiplied is rounded, and the promise is kept."""
+
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from nano import LLM, SamplingParams
 from nano.layers.cpu_linear import BFloat16Weight
 from nano.layers.native_kernels import BFloat16Kernels
+from tests.attention.test_bfloat16_cache import PROMPTS
+from tests.attention.test_bfloat16_cache import completions as completions_of
 from tests.tiny import make_checkpoint
 from tests.worker.positions import load_worker, logits_of_prompts
 
 pytestmark = pytest.mark.skipif(not BFloat16Kernels.is_available(), reason="needs a C++ compiler")
 
-PROMPTS = ["a" * 40, "some words, and some more", "x", "a" * 40 + "b"]
-PARAMS = SamplingParams(temperature=0.8, seed=3, logprobs=2, max_tokens=12, ignore_eos=True)
 SELF_QUANT = {"speculative_config": {"method": "self_quant", "num_speculative_tokens": 3}}
 NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+completions = partial(completions_of, dtype="bfloat16")
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("bfloat16"), "llama")
-
-
-def completions(checkpoint, prompts=PROMPTS, **engine_args) -> list:
-    """Tokens and logprobs of each prompt."""
-    options = {"dtype": "bfloat16", "max_model_len": 128, "max_num_batched_tokens": 256}
-    with LLM(checkpoint, **(options | engine_args)) as llm:
-        outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
-    return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
 
 
 def test_chunks_batches_blocks_and_drafts_are_invisible(checkpoint):
