@@ -35,7 +35,8 @@ def make(format, shape=(130, 67), *, has_bias=True):
 
 
 def test_every_format_is_registered_under_its_name():
-    assert list(FORMATS) == [*FLOAT_FORMATS, "int4", "w4a8", "int8", "w8a8", "split"]
+    floats = ["float32", "bfloat16", "w16a16"]
+    assert list(FORMATS) == [*floats, "int4", "w4a8", "int8", "w8a8", "split"]
     for name, kind in FORMATS.items():
         assert kind.format == name
 
