@@ -1,5 +1,6 @@
 """One logging setup. Every process of nano writes `time level [process] message` to stderr."""
 
+import contextlib
 import logging
 import os
 import sys
@@ -21,13 +22,35 @@ def setup_logging(process: str = "main", level: str | None = None) -> None:
     logger = logging.getLogger(_ROOT)
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _LineHandler()
     handler.setFormatter(
         logging.Formatter(f"%(asctime)s %(levelname)-7s [{process}] %(message)s", "%H:%M:%S")
     )
     logger.addHandler(handler)
     logger.setLevel((level or os.environ.get("NANO_LOG_LEVEL") or "INFO").upper())
     logger.propagate = False
+
+
+def write_line(line: str) -> None:
+    """Append `line` to stderr. A disk that is full or a closed stderr loses it, no more."""
+    data = (line + "\n").encode(errors="backslashreplace")
+    with contextlib.suppress(OSError, ValueError):
+        if sys.stderr is not sys.__stderr__:
+            sys.stderr.write(data.decode())  # somebody captures what is said
+        elif sys.stderr is not None:
+            # In one piece, past Python's buffer: processes share the file, and what could not be
+            # written neither comes back later nor makes Python end with a status of its own.
+            os.write(sys.stderr.fileno(), data)
+
+
+class _LineHandler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record)
+        except Exception:  # arguments that do not fit the message
+            self.handleError(record)
+        else:
+            write_line(line)
 
 
 def ensure_logging() -> None:

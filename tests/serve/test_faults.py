@@ -98,8 +98,9 @@ def test_without_restarts_a_dead_core_is_told_for_a_while_and_ends_the_server(
     endings = run_streams(server, [LONG] * 2, lambda: os.kill(core, signal.SIGKILL))
     for ending in endings:
         assert_failed(ending, "engine_dead")
-    for route in ("/health", "/ready"):
-        assert server.http.get(route).status_code == 503
+    # Callers are told at once, before it is known that no other core follows.
+    wait_for(lambda: server.http.get("/health").status_code == 503)
+    assert server.http.get("/ready").status_code == 503
     assert "killed by signal 9" in server.http.get("/health").json()["error"]["message"]
     reply = server.http.post("/v1/completions", json=SEEDED)
     assert (reply.status_code, reply.json()["error"]["code"]) == (503, "engine_dead")
@@ -195,7 +196,10 @@ def test_no_process_outlives_a_server_that_is_killed(checkpoint: Path, count: in
     assert not Path(folder).exists()
 
 
-def test_a_full_disk_for_logs_is_no_trouble(checkpoint: Path) -> None:
+def test_a_full_disk_for_logs_is_no_trouble(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # with it, Python has nothing to flush
     options = ("--log-level", "debug", "--access-log", "json", "--restart-engine", "1")
     with open("/dev/full", "wb", buffering=0) as full:
         server = Server(checkpoint, *OPTIONS, *options, stderr=full)

@@ -1,9 +1,6 @@
 """RequestLog: one JSON line on stderr for each request, however it ends."""
 
-import contextlib
 import json
-import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -11,6 +8,7 @@ from datetime import UTC, datetime
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from nano.log import write_line
 from nano.outputs import RequestOutput
 from nano.serve.reply import Event, Json, Reply
 
@@ -45,13 +43,8 @@ class RequestRecord:
                     self.finish_reasons.append(completion.finish_reason)
 
     def write(self) -> None:
-        """Append the line to stderr. A disk that is full or a closed stderr loses it, no more."""
-        line = json.dumps(asdict(self)) + "\n"  # in ASCII: a line stays a line whatever is in it
-        with contextlib.suppress(OSError, ValueError):
-            if sys.stderr is not None:
-                # In one piece, past Python's buffer: processes share the file, and what could not
-                # be written does not come back later.
-                os.write(sys.stderr.fileno(), line.encode())
+        """Append the line to stderr."""
+        write_line(json.dumps(asdict(self)))  # in ASCII: a line stays one whatever is in it
 
 
 class RecordedReply(Reply):
