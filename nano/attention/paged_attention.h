@@ -14,12 +14,11 @@
 
 #include "attention_rows.h"
 #include "attention_tasks.h"
-#include "tensor.h"
+#include "op.h"
 #include "threads.h"
 
 namespace {
 
-using torch::headeronly::ScalarType;
 
 constexpr double LOG2_E = 1.4426950408889634;
 constexpr long WRITTEN_TOGETHER = 32;  // tokens that one task writes
@@ -346,38 +345,36 @@ void run(const Step<T>& step) {
 
 // Tokens may lie apart (in a fused projection), the heads of one may not.
 const float* tokens_of(const Tensor& x, long num_heads, long dim) {
-  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float && x.size(1) == num_heads &&
-                      x.size(2) == dim && x.stride(2) == 1 && (num_heads == 1 || x.stride(1) == dim),
-                  "paged_attention takes float32 tokens of contiguous heads");
-  return static_cast<const float*>(x.data_ptr());
+  check(x.size(1) == num_heads && x.size(2) == dim && x.stride(2) == 1 &&
+            (num_heads == 1 || x.stride(1) == dim),
+        "paged_attention takes tokens of contiguous heads");
+  return x.const_data_ptr<float>();
 }
 
 template <class T>
-void paged_attention(Tensor q, Tensor k, Tensor v, Tensor kv_cache, Tensor out, Tensor block_table,
-                     Tensor slots, Tensor query_start, Tensor seq_lens, int64_t block_size,
+void paged_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& kv_cache,
+                     const Tensor& out, const Tensor& block_table, const Tensor& slots,
+                     const Tensor& query_start, const Tensor& seq_lens, int64_t block_size,
                      double scale) {
   const long num_heads = q.size(1), kv_heads = k.size(1), dim = q.size(2);
-  STD_TORCH_CHECK(out.is_contiguous(), "paged_attention fills a contiguous tensor");
-  STD_TORCH_CHECK(kv_cache.element_size() == (int64_t)sizeof(T), "a cache of another type");
-  const Cache<T> cache{static_cast<T*>(kv_cache.data_ptr()), kv_heads, block_size,
+  check(out.is_contiguous(), "paged_attention fills a contiguous tensor");
+  check(kv_cache.element_size() == sizeof(T), "a cache of another type");
+  const Cache<T> cache{static_cast<T*>(kv_cache.mutable_data_ptr()), kv_heads, block_size,
                        block_size % PANEL ? block_size : PANEL, dim};
   run(Step<T>{
       tokens_of(q, num_heads, dim), tokens_of(k, kv_heads, dim), tokens_of(v, kv_heads, dim),
-      q.stride(0), k.stride(0), v.stride(0), static_cast<float*>(out.data_ptr()), cache,
-      static_cast<const int32_t*>(block_table.data_ptr()),
-      static_cast<const int64_t*>(slots.data_ptr()),
-      static_cast<const int32_t*>(query_start.data_ptr()),
-      static_cast<const int32_t*>(seq_lens.data_ptr()), seq_lens.size(0), block_table.stride(0),
-      num_heads, (float)(scale * LOG2_E)});
+      q.stride(0), k.stride(0), v.stride(0), out.mutable_data_ptr<float>(), cache,
+      block_table.const_data_ptr<int32_t>(), slots.const_data_ptr<int64_t>(),
+      query_start.const_data_ptr<int32_t>(), seq_lens.const_data_ptr<int32_t>(), seq_lens.size(0),
+      block_table.stride(0), num_heads, (float)(scale * LOG2_E)});
 }
 
 // Define the op for caches of T in this file's library.
-#define NANO_PAGED_ATTENTION(NAME, T)                                                              \
-  STABLE_TORCH_LIBRARY_FRAGMENT(nano, m) {                                                         \
-    m.def(NAME                                                                                     \
-          "(Tensor q, Tensor k, Tensor v, Tensor(a!) kv_cache, Tensor(b!) out, Tensor block_table, " \
-          "Tensor slots, Tensor query_start, Tensor seq_lens, int block_size, float scale) -> ()"); \
-  }                                                                                                \
-  STABLE_TORCH_LIBRARY_IMPL(nano, CPU, m) { m.impl(NAME, TORCH_BOX(&paged_attention<T>)); }
+#define NANO_PAGED_ATTENTION(NAME, T)                                                               \
+  static const Ops ops{                                                                             \
+      {NAME                                                                                         \
+       "(Tensor q, Tensor k, Tensor v, Tensor(a!) kv_cache, Tensor(b!) out, Tensor block_table, "   \
+       "Tensor slots, Tensor query_start, Tensor seq_lens, int block_size, float scale) -> ()",     \
+       op<&paged_attention<T>>}};
 
 }  // namespace

@@ -11,8 +11,6 @@ Tensor run(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& b
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(nano, m) {
-  m.def("linear_bfloat16(Tensor x, Tensor packed, Tensor? bias, int num_outputs) -> Tensor");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(nano, CPU, m) { m.impl("linear_bfloat16", TORCH_BOX(&run)); }
+static const Ops ops{
+    {"linear_bfloat16(Tensor x, Tensor packed, Tensor? bias, int num_outputs) -> Tensor", op<&run>},
+};

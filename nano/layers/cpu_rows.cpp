@@ -6,7 +6,7 @@
 #include <cmath>
 
 #include "math.h"
-#include "native/tensor.h"
+#include "native/op.h"
 #include "threads.h"
 #include "vector.h"
 
@@ -52,11 +52,11 @@ void norm_row(const float* x, const float* weight, float* to, long size, float e
 // x: [..., size], at most two leading dimensions, rows anywhere.
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
   const long dims = x.dim();
-  STD_TORCH_CHECK(dims == 2 || dims == 3, "rms_norm of ", dims, " dimensions");
+  check(dims == 2 || dims == 3, "rms_norm of %ld dimensions", dims);
   const long size = x.size(dims - 1), inner = dims == 3 ? x.size(1) : 1;
-  STD_TORCH_CHECK(weight.size(0) == size && weight.stride(0) == 1);
-  const Tensor from = x.stride(dims - 1) == 1 ? x : torch::stable::contiguous(x);
-  Tensor out = dims == 3 ? empty_floats({x.size(0), inner, size}) : empty_floats({x.size(0), size});
+  check(weight.size(0) == size && weight.stride(0) == 1, "rms_norm takes a dense weight of %ld", size);
+  const Tensor from = x.stride(dims - 1) == 1 ? x : contiguous(x);
+  Tensor out = dims == 3 ? empty<float>({x.size(0), inner, size}) : empty<float>({x.size(0), size});
   const float *data = from.const_data_ptr<float>(), *weights = weight.const_data_ptr<float>();
   const long outer_stride = from.stride(0), inner_stride = dims == 3 ? from.stride(1) : 0;
   float* to = out.mutable_data_ptr<float>();
@@ -83,10 +83,10 @@ void silu_and_mul_row(const float* gate, const float* up, float* to, long size) 
 
 // gate_up: [T, 2 I], its rows anywhere. Returns [T, I].
 Tensor silu_and_mul(const Tensor& gate_up) {
-  STD_TORCH_CHECK(gate_up.dim() == 2 && gate_up.size(1) % 2 == 0, "silu_and_mul takes [T, 2 I]");
-  const Tensor from = gate_up.stride(1) == 1 ? gate_up : torch::stable::contiguous(gate_up);
+  check(gate_up.dim() == 2 && gate_up.size(1) % 2 == 0, "silu_and_mul takes [T, 2 I]");
+  const Tensor from = gate_up.stride(1) == 1 ? gate_up : contiguous(gate_up);
   const long size = gate_up.size(1) / 2, stride = from.stride(0);
-  Tensor out = empty_floats({gate_up.size(0), size});
+  Tensor out = empty<float>({gate_up.size(0), size});
   const float* data = from.const_data_ptr<float>();
   float* to = out.mutable_data_ptr<float>();
   for_rows(gate_up.size(0), size, [&](long first, long last) {
@@ -98,12 +98,7 @@ Tensor silu_and_mul(const Tensor& gate_up) {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(nano, m) {
-  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
-  m.def("silu_and_mul(Tensor gate_up) -> Tensor");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(nano, CPU, m) {
-  m.impl("rms_norm", TORCH_BOX(&rms_norm));
-  m.impl("silu_and_mul", TORCH_BOX(&silu_and_mul));
-}
+static const Ops ops{
+    {"rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", op<&rms_norm>},
+    {"silu_and_mul(Tensor gate_up) -> Tensor", op<&silu_and_mul>},
+};

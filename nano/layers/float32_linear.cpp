@@ -31,8 +31,6 @@ Tensor run(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& b
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(nano, m) {
-  m.def("linear_float32(Tensor x, Tensor packed, Tensor? bias, int num_outputs) -> Tensor");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(nano, CPU, m) { m.impl("linear_float32", TORCH_BOX(&run)); }
+static const Ops ops{
+    {"linear_float32(Tensor x, Tensor packed, Tensor? bias, int num_outputs) -> Tensor", op<&run>},
+};

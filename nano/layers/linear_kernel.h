@@ -113,15 +113,16 @@ NANO_INLINE void pass(const W& weights, const float* x, long output, long k, lon
   std::memcpy(carried, sums, sizeof sums);
 }
 
-// The same for the last inputs, fewer than STEP. Apart and in plain loops: few matrices have any.
-template <class W, int ROWS, int VECTORS>
+// The same for the last inputs, fewer than STEP, onto sums [vectors][rows]. Apart, and one for any number of
+// rows: few matrices have any.
+template <class W>
 static __attribute__((noinline)) void last_inputs(const W& weights, const float* x, long output, long k,
-                                                  long count, Vec (&sums)[VECTORS][ROWS]) {
-  for (int v = 0; v < VECTORS; v++) {
+                                                  long count, long vectors, long rows, Vec* sums) {
+  for (long v = 0; v < vectors; v++, sums += rows) {
     Vec w[W::STEP];
     W::decode(weights.column(output + v * LANES, k), k, w);
     for (long s = 0; s < count; s++)
-      for (int r = 0; r < ROWS; r++) sums[v][r] += broadcast(x[(k + s) * ROWS + r]) * w[s];
+      for (long r = 0; r < rows; r++) sums[r] += broadcast(x[(k + s) * rows + r]) * w[s];
   }
 }
 
@@ -150,7 +151,7 @@ static void few_rows(const W& weights, const Operands& ops, const float* x, long
   }
   for (int p = 0; p < passes; p++) {
     const long at = output + p * WIDTH;
-    if (whole < ops.K) last_inputs(weights, x, at, whole, ops.K - whole, sums[p]);
+    if (whole < ops.K) last_inputs(weights, x, at, whole, ops.K - whole, VECTORS, ROWS, sums[p][0]);
     if (at < ops.N) store_sums(ops, row, at, sums[p], true);
   }
 }

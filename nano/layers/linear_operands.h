@@ -34,6 +34,18 @@ struct RowTiles {
   long size(long tile) const { return start(tile + 1) - start(tile); }
 };
 
+// Few tiles need these two: apart, and one for tiles of every size, they take no time to compile.
+static __attribute__((noinline)) void copy_columns(const float* from, long from_stride, float* to,
+                                                   long to_stride, long rows, long columns) {
+  for (long r = 0; r < rows; r++) std::copy_n(from + r * from_stride, columns, to + r * to_stride);
+}
+
+static __attribute__((noinline)) void add_to_rows(const float* addend, float* to, long stride, long rows,
+                                                  long columns) {
+  for (long r = 0; r < rows; r++)
+    for (long i = 0; i < columns; i++) to[r * stride + i] += addend[i];
+}
+
 // The tile of y at (row, output): its memory, or where it reaches beyond N, a copy of `rows` rows.
 template <int ROWS, int VECTORS>
 struct OutputTile {
@@ -51,7 +63,7 @@ struct OutputTile {
     const float* from = ops.at(row, output);
     long stride = ops.N;
     if (num_valid < WIDTH) {
-      copy_rows(from, stride, copy, WIDTH);
+      copy_columns(from, stride, copy, WIDTH, ROWS, num_valid);
       from = copy, stride = WIDTH;
     }
 #pragma GCC unroll 16
@@ -71,20 +83,10 @@ struct OutputTile {
     for (int r = 0; r < ROWS; r++, at += stride)
 #pragma GCC unroll 16
       for (int v = 0; v < VECTORS; v++) store(at + v * LANES, sums[v][r]);
-    if (ops.bias && are_complete) add_bias(to, stride);
-    if (!is_whole) copy_rows(copy, WIDTH, y, ops.N);
+    if (ops.bias && are_complete) add_to_rows(ops.bias + output, to, stride, ROWS, num_valid);
+    if (!is_whole) copy_columns(copy, WIDTH, y, ops.N, ROWS, num_valid);
   }
 
- private:
-  __attribute__((noinline)) void copy_rows(const float* from, long from_stride, float* to, long to_stride) {
-    for (long r = 0; r < ROWS; r++)
-      std::copy(from + r * from_stride, from + r * from_stride + num_valid, to + r * to_stride);
-  }
-
-  __attribute__((noinline)) void add_bias(float* to, long stride) {
-    for (long r = 0; r < ROWS; r++)
-      for (long i = 0; i < num_valid; i++) to[r * stride + i] += ops.bias[output + i];
-  }
 };
 
 // y = `sums`, plus the bias if there are no more to come.

@@ -12,7 +12,7 @@
 #include <utility>
 
 #include "layers/linear_operands.h"
-#include "native/tensor.h"
+#include "native/op.h"
 #include "native/threads.h"
 
 namespace nano_tiled {

@@ -98,9 +98,9 @@ struct Tile {
 
 Tensor linear_w16a16(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias,
                      int64_t num_outputs) {
-  Tensor y = empty_floats({x.size(0), num_outputs});
+  Tensor y = empty<float>({x.size(0), num_outputs});
   if (x.size(0) == 0) return y;
-  const Tensor rows = x.is_contiguous() ? x : torch::stable::contiguous(x);
+  const Tensor rows = contiguous(x);
   const Operands ops = operands(rows, bias, y);
   tiled_linear(Tile{static_cast<const uint32_t*>(packed.const_data_ptr()), ops},
                pair_rows(ops.x, ops.K, Tile::tiles_of(ops.M)), ops, ops.K * 2 * PANEL);
@@ -111,10 +111,10 @@ Tensor linear_w16a16(const Tensor& x, const Tensor& packed, const std::optional<
 
 Tensor linear_w16a16(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias,
                      int64_t num_outputs) {
-  const Tensor contiguous = torch::stable::contiguous(x);
+  const Tensor dense = contiguous(x);
   const long count = x.size(0) * x.size(1);
-  Tensor rounded = empty_floats({x.size(0), x.size(1)});
-  const float* from = contiguous.const_data_ptr<float>();
+  Tensor rounded = empty<float>({x.size(0), x.size(1)});
+  const float* from = dense.const_data_ptr<float>();
   float* to = rounded.mutable_data_ptr<float>();
   for (long i = 0; i < count; i++) {
     const uint32_t word = (uint32_t)nearest_bfloat16(from[i]) << 16;
@@ -127,8 +127,6 @@ Tensor linear_w16a16(const Tensor& x, const Tensor& packed, const std::optional<
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(nano, m) {
-  m.def("linear_w16a16(Tensor x, Tensor packed, Tensor? bias, int num_outputs) -> Tensor");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(nano, CPU, m) { m.impl("linear_w16a16", TORCH_BOX(&linear_w16a16)); }
+static const Ops ops{
+    {"linear_w16a16(Tensor x, Tensor packed, Tensor? bias, int num_outputs) -> Tensor", op<&linear_w16a16>},
+};

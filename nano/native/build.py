@@ -1,8 +1,8 @@
 """Compiles our C++ files on first use and loads them: as torch ops, or with ctypes.
 
-Ops are registered through torch's stable C++ interface, whose headers cost a second where ATen's
-cost fourteen, and which a call crosses in a microsecond where Python with ctypes takes ten. What is
-built is cached under a key of all it depends on: sources, flags, CPU, torch. With the cache filled
+Ops are registered through torch's stable C interface (`op.h`), which a call crosses in a microsecond
+where Python with ctypes takes ten, and without torch's headers: even those of its stable interface
+take most of a second to compile, and ATen's fourteen. What is built is cached under a key of all it depends on: sources, flags, CPU, torch. With the cache filled
 no compiler is needed.
 """
 
@@ -149,10 +149,8 @@ def _build(source: Path, flags: tuple[str, ...], library: Path) -> Path | None:
         return None
     # -iquote, not -I: <math.h> must stay the system's.
     ours = (f"-iquote{_HEADERS}", f"-iquote{_HEADERS.parent}")
-    torch_folder = _torch_folder()
-    command = [found, *_FLAGS, *flags, *ours, f"-I{torch_folder / 'include'}"]
-    torch_library = (f"-L{torch_folder / 'lib'}", "-ltorch_cpu")  # the ops' interface
-    done = _compile([*command, str(source), *torch_library], library)
+    torch_library = (f"-L{_torch_folder() / 'lib'}", "-ltorch_cpu")  # the ops' interface
+    done = _compile([found, *_FLAGS, *flags, *ours, str(source), *torch_library], library)
     return library if done else None
 
 

@@ -7,16 +7,16 @@
 // ids: [T] int32 or int64, each below N. Returns [T, K].
 template <class W>
 static Tensor dequantize_rows(const W& weights, const Tensor& ids, long N, long K) {
-  const Tensor contiguous = torch::stable::contiguous(ids);
-  const void* data = contiguous.const_data_ptr();
+  const Tensor dense = contiguous(ids);
+  const void* data = dense.const_data_ptr();
   const bool is_wide = ids.element_size() == 8;
   const long T = ids.numel();
   std::vector<long> rows(T);
   for (long t = 0; t < T; t++) {
     rows[t] = is_wide ? static_cast<const int64_t*>(data)[t] : static_cast<const int32_t*>(data)[t];
-    STD_TORCH_CHECK(0 <= rows[t] && rows[t] < N, "row ", rows[t], " of a matrix of ", N);
+    check(0 <= rows[t] && rows[t] < N, "row %ld of a matrix of %ld", rows[t], N);
   }
-  Tensor result = empty_floats({T, K});
+  Tensor result = empty<float>({T, K});
   float* out = result.mutable_data_ptr<float>();
   parallel_for(T, [&](long t) {
     const long lane = rows[t] % LANES;

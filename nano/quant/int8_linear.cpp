@@ -17,16 +17,11 @@ Tensor dequantize_rows_int8(const Tensor& ids, const Tensor& packed, const Tenso
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(nano, m) {
-  m.def(
-      "linear_int8(Tensor x, Tensor packed, Tensor scales, Tensor? bias, int group_size,"
-      " int num_outputs) -> Tensor");
-  m.def(
-      "dequantize_rows_int8(Tensor ids, Tensor packed, Tensor scales, int group_size, int num_outputs,"
-      " int num_inputs) -> Tensor");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(nano, CPU, m) {
-  m.impl("linear_int8", TORCH_BOX(&linear_int8));
-  m.impl("dequantize_rows_int8", TORCH_BOX(&dequantize_rows_int8));
-}
+static const Ops ops{
+    {"linear_int8(Tensor x, Tensor packed, Tensor scales, Tensor? bias, int group_size, int "
+     "num_outputs) -> Tensor",
+     op<&linear_int8>},
+    {"dequantize_rows_int8(Tensor ids, Tensor packed, Tensor scales, int group_size, int "
+     "num_outputs, int num_inputs) -> Tensor",
+     op<&dequantize_rows_int8>},
+};

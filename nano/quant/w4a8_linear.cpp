@@ -88,10 +88,10 @@ struct Tile {
 // The weights are packed as for linear_int4, in groups of a multiple of 32 inputs or the whole row.
 Tensor linear_w4a8(const Tensor& x, const Tensor& packed, const Tensor& scales,
                    const std::optional<Tensor>& bias, int64_t group_size, int64_t num_outputs) {
-  Tensor y = empty_floats({x.size(0), num_outputs});
+  Tensor y = empty<float>({x.size(0), num_outputs});
   if (x.size(0) == 0) return y;
-  const Tensor contiguous = x.is_contiguous() ? x : torch::stable::contiguous(x);
-  const Operands ops = operands(contiguous, bias, y);
+  const Tensor dense = contiguous(x);
+  const Operands ops = operands(dense, bias, y);
   const QuantizedRows rows = quantize_rows(ops.x, ops.K, GROUP, RowTiles(ops.M, Tile::MAX_ROWS));
   const auto offsets = std::unique_ptr<float[]>(new float[ops.M * rows.num_groups]);
   for (long i = 0; i < ops.M * rows.num_groups; i++) offsets[i] = rows.scale[i] * (float)rows.sum[i];
@@ -102,10 +102,8 @@ Tensor linear_w4a8(const Tensor& x, const Tensor& packed, const Tensor& scales,
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(nano, m) {
-  m.def(
-      "linear_w4a8(Tensor x, Tensor packed, Tensor scales, Tensor? bias, int group_size,"
-      " int num_outputs) -> Tensor");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(nano, CPU, m) { m.impl("linear_w4a8", TORCH_BOX(&linear_w4a8)); }
+static const Ops ops{
+    {"linear_w4a8(Tensor x, Tensor packed, Tensor scales, Tensor? bias, int group_size, int "
+     "num_outputs) -> Tensor",
+     op<&linear_w4a8>},
+};

@@ -89,9 +89,9 @@ struct Tile {
 Tensor linear_w8a8(const Tensor& x, const Tensor& packed, const Tensor& scales,
                    const std::optional<Tensor>& bias, int64_t num_outputs) {
   const long K = x.size(1);
-  Tensor y = empty_floats({x.size(0), num_outputs});
+  Tensor y = empty<float>({x.size(0), num_outputs});
   if (x.size(0) == 0) return y;
-  const Tensor rows = x.is_contiguous() ? x : torch::stable::contiguous(x);
+  const Tensor rows = contiguous(x);
   const Operands ops = operands(rows, bias, y);
   const Tile tile{static_cast<const uint32_t*>(packed.const_data_ptr()), scales.const_data_ptr<float>(),
                   packed.size(1), ops};
@@ -101,8 +101,7 @@ Tensor linear_w8a8(const Tensor& x, const Tensor& packed, const Tensor& scales,
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(nano, m) {
-  m.def("linear_w8a8(Tensor x, Tensor packed, Tensor scales, Tensor? bias, int num_outputs) -> Tensor");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(nano, CPU, m) { m.impl("linear_w8a8", TORCH_BOX(&linear_w8a8)); }
+static const Ops ops{
+    {"linear_w8a8(Tensor x, Tensor packed, Tensor scales, Tensor? bias, int num_outputs) -> Tensor",
+     op<&linear_w8a8>},
+};

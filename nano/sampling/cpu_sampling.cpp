@@ -6,7 +6,7 @@
 #include <tuple>
 #include <utility>
 
-#include "native/tensor.h"
+#include "native/op.h"
 #include "native/threads.h"
 #include "sampling/logits_cuts.h"
 #include "sampling/noise_race.h"
@@ -139,13 +139,13 @@ void penalise_row(float* logits, long size, const int32_t* known, long num_promp
 // ---- ops
 
 void check_logits(const Tensor& logits) {
-  STD_TORCH_CHECK(logits.dim() == 2 && logits.size(1) > 0 && logits.stride(1) == 1,
-                  "logits must be [L, V] with dense rows");
+  check(logits.dim() == 2 && logits.size(1) > 0 && logits.stride(1) == 1,
+        "logits must be [L, V] with dense rows");
 }
 
 template <class T>
 const T* dense(const Tensor& tensor) {
-  STD_TORCH_CHECK(tensor.is_contiguous(), "tables and indices must be contiguous");
+  check(tensor.is_contiguous(), "tables and indices must be contiguous");
   return tensor.const_data_ptr<T>();
 }
 
@@ -156,7 +156,7 @@ Tensor sample_rows(const Tensor& logits, const Tensor& row, const Tensor& positi
                    const Tensor& seeds, const std::optional<Tensor>& processed) {
   check_logits(logits);
   const long num_rows = logits.size(0), size = logits.size(1), stride = logits.stride(0);
-  Tensor tokens = torch::stable::new_empty(row, {num_rows});
+  Tensor tokens = empty<int64_t>({num_rows});
   const float* x = logits.const_data_ptr<float>();
   const int64_t *rows = dense<int64_t>(row), *positions = dense<int64_t>(position);
   const int64_t* seed_of = dense<int64_t>(seeds);
@@ -174,18 +174,18 @@ Tensor sample_rows(const Tensor& logits, const Tensor& row, const Tensor& positi
 
 // Of the rows `index` [N] int64 of logits [L, V]: token ids and log probabilities [N, 1 + num_top], the
 // given token first, and the given tokens' ranks [N]. num_top is at most V.
-std::tuple<Tensor, Tensor, Tensor> gather_logprobs(const Tensor& logits, const Tensor& index,
-                                                   const Tensor& token_ids, int64_t num_top) {
+std::array<Tensor, 3> gather_logprobs(const Tensor& logits, const Tensor& index, const Tensor& token_ids,
+                                      int64_t num_top) {
   check_logits(logits);
   const long num_rows = index.size(0), size = logits.size(1), stride = logits.stride(0);
-  STD_TORCH_CHECK(num_top >= 0 && num_top <= size, "num_top must be in [0, V]");
-  Tensor ids = torch::stable::new_empty(index, {num_rows, 1 + num_top});
-  Tensor values = empty_floats({num_rows, 1 + num_top});
-  Tensor ranks = torch::stable::new_empty(index, {num_rows});
+  check(num_top >= 0 && num_top <= size, "num_top must be in [0, V]");
+  Tensor ids = empty<int64_t>({num_rows, 1 + num_top});
+  Tensor values = empty<float>({num_rows, 1 + num_top});
+  Tensor ranks = empty<int64_t>({num_rows});
   const float* x = logits.const_data_ptr<float>();
   const int64_t *rows = dense<int64_t>(index), *tokens = dense<int64_t>(token_ids);
   for (long i = 0; i < num_rows; i++)
-    STD_TORCH_CHECK(0 <= tokens[i] && tokens[i] < size, "token ", tokens[i], " of a vocabulary of ", size);
+    check(0 <= tokens[i] && tokens[i] < size, "token %ld of a vocabulary of %ld", tokens[i], size);
   int64_t *id = ids.mutable_data_ptr<int64_t>(), *rank = ranks.mutable_data_ptr<int64_t>();
   float* value = values.mutable_data_ptr<float>();
   parallel_for(num_rows, [&](long i) {
@@ -216,17 +216,14 @@ void penalise_rows(const Tensor& logits, const Tensor& index, const Tensor& row,
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(nano, m) {
-  m.def("sample_rows(Tensor logits, Tensor row, Tensor position, Tensor draws, Tensor seeds, "
-        "Tensor(a!)? processed) -> Tensor");
-  m.def("gather_logprobs(Tensor logits, Tensor index, Tensor token_ids, int num_top) "
-        "-> (Tensor, Tensor, Tensor)");
-  m.def("penalise_rows(Tensor(a!) logits, Tensor index, Tensor row, Tensor num_known, Tensor token_ids, "
-        "Tensor num_prompt, Tensor penalties) -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(nano, CPU, m) {
-  m.impl("sample_rows", TORCH_BOX(&sample_rows));
-  m.impl("gather_logprobs", TORCH_BOX(&gather_logprobs));
-  m.impl("penalise_rows", TORCH_BOX(&penalise_rows));
-}
+static const Ops ops{
+    {"sample_rows(Tensor logits, Tensor row, Tensor position, Tensor draws, Tensor seeds, "
+     "Tensor(a!)? processed) -> Tensor",
+     op<&sample_rows>},
+    {"gather_logprobs(Tensor logits, Tensor index, Tensor token_ids, int num_top) -> (Tensor, "
+     "Tensor, Tensor)",
+     op<&gather_logprobs>},
+    {"penalise_rows(Tensor(a!) logits, Tensor index, Tensor row, Tensor num_known, Tensor "
+     "token_ids, Tensor num_prompt, Tensor penalties) -> ()",
+     op<&penalise_rows>},
+};

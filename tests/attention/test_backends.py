@@ -167,7 +167,7 @@ def test_the_kernel_refuses_tensors_that_it_would_misread():
     sequences.step(ranges)
     q, k, v = (sequences.gather(x, ranges) for x in (sequences.q, sequences.k, sequences.v))
     backend, cache, out = sequences.backend, sequences.cache, torch.empty_like(q)
-    with pytest.raises(RuntimeError, match="float32 tokens"):
+    with pytest.raises(RuntimeError, match="float32 elements expected"):
         backend.forward(q.double(), k, v, cache, out)
     with pytest.raises(RuntimeError, match="contiguous heads"):
         backend.forward(q.transpose(1, 2).contiguous().transpose(1, 2), k, v, cache, out)
