@@ -1,12 +1,10 @@
 // What this machine can do at most, on the engine's own threads: bytes read and multiply-adds per second.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <atomic>
 #include <chrono>
 
-#include "threads.h"
-#include "vector.h"
+#include "native/op.h"
+#include "native/threads.h"
+#include "native/vector.h"
 
 namespace {
 
@@ -23,9 +21,9 @@ void keep(Vec v) {
 }
 
 // Gigabytes per second of one pass over `data` (float32, contiguous).
-double read_rate(torch::stable::Tensor data) {
+double read_rate(const Tensor& data) {
   constexpr long PART = 1 << 16;  // floats per task
-  const float* from = (const float*)data.const_data_ptr();
+  const float* from = data.const_data_ptr<float>();
   const long parts = data.numel() / PART;
   const double start = seconds();
   parallel_for(parts, [&](long part) {
@@ -38,18 +36,18 @@ double read_rate(torch::stable::Tensor data) {
   return parts * PART * 4 / (seconds() - start) / 1e9;
 }
 
-// GFLOP/s of float32 fused multiply-adds that touch no memory.
-double multiply_rate(int64_t millions) {
+// GFLOP/s of float32 fused multiply-adds, by the one value in `factor`, that touch no memory.
+double multiply_rate(const Tensor& factor, int64_t millions) {
   constexpr int CHAINS = 12;
   const long tasks = 64, rounds = millions * 1000000 / tasks / CHAINS;
+  const Vec by = broadcast(*factor.const_data_ptr<float>());
   const double start = seconds();
   parallel_for(tasks, [&](long) {
     Vec sums[CHAINS];  // all different, or the compiler would compute one for all
     for (int j = 0; j < CHAINS; j++) sums[j] = broadcast(0.1f * j);
-    const Vec factor = broadcast(0.999f);
     for (long i = 0; i < rounds; i++)
 #pragma GCC unroll 12
-      for (int j = 0; j < CHAINS; j++) sums[j] = sums[j] * factor + factor;
+      for (int j = 0; j < CHAINS; j++) sums[j] = sums[j] * by + by;
     for (int j = 0; j < CHAINS; j++) keep(sums[j]);
   });
   return 2.0 * tasks * rounds * CHAINS * LANES / (seconds() - start) / 1e9;
@@ -57,12 +55,7 @@ double multiply_rate(int64_t millions) {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(nano_bench, m) {
-  m.def("read_rate(Tensor data) -> float");
-  m.def("multiply_rate(int millions) -> float");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(nano_bench, CompositeExplicitAutograd, m) {
-  m.impl("read_rate", TORCH_BOX(&read_rate));
-  m.impl("multiply_rate", TORCH_BOX(&multiply_rate));
-}
+static const Ops ops{
+    {"read_rate(Tensor data) -> float", op<&read_rate>},
+    {"multiply_rate(Tensor factor, int millions) -> float", op<&multiply_rate>},
+};

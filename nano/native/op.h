@@ -2,7 +2,7 @@
 //
 //     static const Ops ops{{"add_one(Tensor x, int times) -> Tensor", op<&add_one>}};
 //
-// A function returns nothing, a Tensor or a std::array of them. The op is nano::add_one, of the CPU, from when
+// A function returns nothing, a double, a Tensor or a std::array of them. The op is nano::add_one, of the CPU, from when
 // the library is loaded to the end of the process.
 #pragma once
 
@@ -52,6 +52,8 @@ struct Argument<std::optional<Tensor>> {
     return tensor;
   }
 };
+
+static inline void give(uint64_t* stack, double result) { std::memcpy(stack, &result, sizeof result); }
 
 static inline void give(uint64_t* stack, Tensor result) {
   stack[0] = reinterpret_cast<uint64_t>(result.release());
