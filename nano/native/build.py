@@ -1,9 +1,10 @@
 """Compiles our C++ files on first use and loads them: as torch ops, or with ctypes.
 
-Ops are registered through torch's stable C interface (`op.h`), which a call crosses in a microsecond
-where Python with ctypes takes ten, and without torch's headers: even those of its stable interface
-take most of a second to compile, and ATen's fourteen. What is built is cached under a key of all it depends on: sources, flags, CPU, torch. With the cache filled
-no compiler is needed.
+Ops are registered through torch's stable C interface (`op.h`), which a call crosses in a
+microsecond where Python with ctypes takes ten, and without torch's headers: even those of its
+stable interface take most of a second to compile, and ATen's fourteen. What is built is cached
+under a key of all it depends on: sources, flags, CPU, torch. With the cache filled no compiler is
+needed.
 """
 
 import ctypes
