@@ -2,8 +2,8 @@
 //
 //     static const Ops ops{{"add_one(Tensor x, int times) -> Tensor", op<&add_one>}};
 //
-// A function returns nothing, a double, a Tensor or a std::array of them. The op is nano::add_one, of the CPU, from when
-// the library is loaded to the end of the process.
+// A function returns nothing, a double, a Tensor or a std::array of them. The op is nano::add_one, of the CPU,
+// from when the library is loaded to the end of the process.
 #pragma once
 
 #include <array>
