@@ -35,9 +35,9 @@ def write_line(line: str) -> None:
     """Append `line` to stderr. A disk that is full or a closed stderr loses it, no more."""
     data = (line + "\n").encode(errors="backslashreplace")
     with contextlib.suppress(OSError, ValueError):
-        if sys.stderr is not sys.__stderr__:
+        if sys.stderr and sys.stderr is not sys.__stderr__:
             sys.stderr.write(data.decode())  # somebody captures what is said
-        elif sys.stderr is not None:
+        elif sys.stderr:
             # In one piece, past Python's buffer: processes share the file, and what could not be
             # written neither comes back later nor makes Python end with a status of its own.
             os.write(sys.stderr.fileno(), data)

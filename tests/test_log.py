@@ -1,9 +1,7 @@
 """Log lines reach stderr whole and at once, or nobody minds."""
 
-import logging
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import IO
 
 import pytest
@@ -18,14 +16,6 @@ get_logger("nano.talk").warning("caf\\u00e9 \\ud800 %d", 7)
 os._exit(3)
 """
 TALKS_AND_ENDS = TALKS.replace("os._exit(3)", "")
-
-
-@pytest.fixture(autouse=True)
-def the_loggers_as_they_were() -> Iterator[None]:
-    logger = logging.getLogger("nano")
-    before = list(logger.handlers), logger.level, logger.propagate
-    yield
-    logger.handlers, logger.level, logger.propagate = before
 
 
 def run(program: str, stderr: int | IO[bytes]) -> "subprocess.CompletedProcess[str]":

@@ -19,7 +19,6 @@
 
 namespace {
 
-
 constexpr double LOG2_E = 1.4426950408889634;
 constexpr long WRITTEN_TOGETHER = 32;  // tokens that one task writes
 

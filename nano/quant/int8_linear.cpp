@@ -18,10 +18,10 @@ Tensor dequantize_rows_int8(const Tensor& ids, const Tensor& packed, const Tenso
 }  // namespace
 
 static const Ops ops{
-    {"linear_int8(Tensor x, Tensor packed, Tensor scales, Tensor? bias, int group_size, int "
-     "num_outputs) -> Tensor",
+    {"linear_int8(Tensor x, Tensor packed, Tensor scales, Tensor? bias, int group_size, "
+     "int num_outputs) -> Tensor",
      op<&linear_int8>},
-    {"dequantize_rows_int8(Tensor ids, Tensor packed, Tensor scales, int group_size, int "
-     "num_outputs, int num_inputs) -> Tensor",
+    {"dequantize_rows_int8(Tensor ids, Tensor packed, Tensor scales, int group_size, "
+     "int num_outputs, int num_inputs) -> Tensor",
      op<&dequantize_rows_int8>},
 };

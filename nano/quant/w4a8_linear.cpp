@@ -103,7 +103,7 @@ Tensor linear_w4a8(const Tensor& x, const Tensor& packed, const Tensor& scales,
 }  // namespace
 
 static const Ops ops{
-    {"linear_w4a8(Tensor x, Tensor packed, Tensor scales, Tensor? bias, int group_size, int "
-     "num_outputs) -> Tensor",
+    {"linear_w4a8(Tensor x, Tensor packed, Tensor scales, Tensor? bias, int group_size, "
+     "int num_outputs) -> Tensor",
      op<&linear_w4a8>},
 };

@@ -220,10 +220,10 @@ static const Ops ops{
     {"sample_rows(Tensor logits, Tensor row, Tensor position, Tensor draws, Tensor seeds, "
      "Tensor(a!)? processed) -> Tensor",
      op<&sample_rows>},
-    {"gather_logprobs(Tensor logits, Tensor index, Tensor token_ids, int num_top) -> (Tensor, "
-     "Tensor, Tensor)",
+    {"gather_logprobs(Tensor logits, Tensor index, Tensor token_ids, int num_top) "
+     "-> (Tensor, Tensor, Tensor)",
      op<&gather_logprobs>},
-    {"penalise_rows(Tensor(a!) logits, Tensor index, Tensor row, Tensor num_known, Tensor "
-     "token_ids, Tensor num_prompt, Tensor penalties) -> ()",
+    {"penalise_rows(Tensor(a!) logits, Tensor index, Tensor row, Tensor num_known, "
+     "Tensor token_ids, Tensor num_prompt, Tensor penalties) -> ()",
      op<&penalise_rows>},
 };
