@@ -81,6 +81,10 @@ NANO_INLINE void pass(const W& weights, const float* x, long output, long k, lon
                       long far_step, Vec (&carried)[VECTORS][ROWS]) {
   constexpr int STEP = W::STEP, SHARERS = factor_sharers(ROWS, VECTORS, STEP);
   constexpr bool FETCHES_FAR = !FETCHES_TWICE || ROWS * STEP >= MIN_FAR_USES;
+  // Weights that nobody reads again in this step are kept out of the other caches (with so few rows in a
+  // tile there is one tile), or each would turn out one that the next step could have found there.
+  constexpr bool IS_ONLY_PASS = VECTORS == PANEL_VECTORS;
+  static_assert(!FETCHES_TWICE || vectors_at_once(FEW_ROWS / 2) < PANEL_VECTORS);
   Vec sums[VECTORS][ROWS];  // a copy, which is kept in registers
   std::memcpy(sums, carried, sizeof sums);
   for (long end; k < k_end; k = end) {
@@ -92,7 +96,8 @@ NANO_INLINE void pass(const W& weights, const float* x, long output, long k, lon
 #pragma GCC unroll 16
       for (int v = 0; v < VECTORS; v += SHARERS) {
         if (v * LANES * 4 % LINE == 0) {
-          if (FETCHES_TWICE) __builtin_prefetch(columns[v].words + (k / STEP + NEAR_STEPS) * PANEL);
+          if (FETCHES_TWICE)
+            __builtin_prefetch(columns[v].words + (k / STEP + NEAR_STEPS) * PANEL, 0, IS_ONLY_PASS ? 0 : 3);
           if (FETCHES_FAR) __builtin_prefetch(far + v * LANES * 4, 0, FETCHES_TWICE ? 2 : 3);
         }
         asm volatile("" ::: "memory");  // or all factors are kept for the next vector, and sums are spilled

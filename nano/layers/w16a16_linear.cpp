@@ -29,6 +29,10 @@ struct PairedRows {
 PairedRows pair_rows(const float* x, long K, RowTiles tiles) {
   const long num_words = (K + 1) / 2;
   PairedRows rows{tiles, num_words, std::unique_ptr<uint32_t[]>(new uint32_t[tiles.num_rows * num_words])};
+  if (tiles.num_rows == 1) {
+    round_to_pairs(x, K, rows.words.get());
+    return rows;
+  }
   const long tiles_per_task = 32768 / (K * tiles.size(0)) + 1;  // fewer are not worth a thread's attention
   parallel_for_ranges((tiles.count + tiles_per_task - 1) / tiles_per_task, [&](long first, long last) {
     std::vector<uint32_t> row(num_words);
@@ -75,13 +79,16 @@ struct Tile {
   template <int ROWS, int VECTORS>
   static NANO_INLINE void add(const uint32_t* words, const uint32_t* inputs, const uint32_t* far, long count,
                               Vec (&carried)[VECTORS][ROWS]) {
+    // Rows so few are the only tile: as in linear_kernel.h, weights that nobody reads again are kept out of
+    // the other caches.
+    constexpr int LOCALITY = ROWS <= WIDE_ROWS / 2 ? 0 : 3;
     Vec sums[VECTORS][ROWS];  // a copy, which is kept in registers
     std::memcpy(sums, carried, sizeof sums);
     for (long word = 0; word < count; word++, words += PANEL, inputs += ROWS, far += VECTORS * LANES) {
       WordVec w[VECTORS];
 #pragma GCC unroll 4
       for (int v = 0; v < VECTORS; v++) {
-        __builtin_prefetch(words + NEAR_WORDS * PANEL + v * LANES);
+        __builtin_prefetch(words + NEAR_WORDS * PANEL + v * LANES, 0, LOCALITY);
         if (VECTORS < PANEL_VECTORS) __builtin_prefetch(far + v * LANES, 0, 2);
         w[v] = load(words + v * LANES);
       }
