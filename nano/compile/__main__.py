@@ -12,7 +12,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from nano.compile.request import CompileRequest
@@ -27,13 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m nano.compile", description=__doc__)
     parser.add_argument("--explain", action="store_true", help="print all sources, too")
     parser.add_argument("--request-fd", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--background", action="store_true", help=argparse.SUPPRESS)
     add_engine_arguments(parser)
     args = parser.parse_args(argv)
     try:
         if args.request_fd is not None:
-            if args.background:
-                _yield_the_cpu()
             _end_with_parent()
             _compile_requested(args.request_fd)
         else:
@@ -62,13 +58,6 @@ def _compile_requested(request_fd: int) -> None:
         from nano.compile.child import compile_skeleton  # seconds: only with the lock in hand
 
         compile_skeleton(request, folder)
-
-
-def _yield_the_cpu() -> None:
-    """Run, with every compiler that is started, only when nobody else wants to."""
-    os.nice(19)
-    with suppress(AttributeError, OSError):  # Linux only
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def _end_with_parent() -> None:

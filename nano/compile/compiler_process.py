@@ -30,14 +30,15 @@ class CompilerProcess:
             request.write(file)
             file.seek(0)
             self._process = subprocess.Popen(
-                [*COMMAND, "--request-fd", str(file.fileno())]
-                + (["--background"] if is_background else []),
+                [*COMMAND, "--request-fd", str(file.fileno())],
                 stdin=subprocess.PIPE,
                 stdout=self._output,
                 stderr=self._output,
                 pass_fds=[file.fileno()],
                 process_group=0,  # not a session: that would raise its share of the CPU
             )
+        if is_background:
+            _make_idle(self._process.pid)
 
     @property
     def pid(self) -> int:
@@ -62,3 +63,12 @@ class CompilerProcess:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._output.close()
+
+
+def _make_idle(pid: int) -> None:
+    """Let a process, with all that it starts, run only when nobody else wants to. Done from here:
+    by the time it could do so itself, it has taken a core for a tenth of a second."""
+    with suppress(ProcessLookupError):
+        os.setpriority(os.PRIO_PROCESS, pid, 19)
+    with suppress(AttributeError, OSError):  # Linux only
+        os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
