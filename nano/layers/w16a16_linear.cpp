@@ -79,8 +79,8 @@ struct Tile {
   template <int ROWS, int VECTORS>
   static NANO_INLINE void add(const uint32_t* words, const uint32_t* inputs, const uint32_t* far, long count,
                               Vec (&carried)[VECTORS][ROWS]) {
-    // Rows so few are the only tile: as in linear_kernel.h, weights that nobody reads again are kept out of
-    // the other caches.
+    // Rows so few are the only tile (where there are several, each has more than half of WIDE_ROWS): as in
+    // linear_kernel.h, weights that nobody reads again are kept out of the other caches.
     constexpr int LOCALITY = ROWS <= WIDE_ROWS / 2 ? 0 : 3;
     Vec sums[VECTORS][ROWS];  // a copy, which is kept in registers
     std::memcpy(sums, carried, sizeof sums);
