@@ -169,16 +169,19 @@ constexpr auto few_rows_table(std::index_sequence<Row...>) {
 template <class W>
 constexpr auto FEW_ROWS_KERNELS = few_rows_table<W>(std::make_index_sequence<FEW_ROWS>());
 
-// Run body(output, end) over the panels that N outputs take, and over parts of one where threads share it.
-// A task is `parts` parts.
+// Run body(turn, output, end) over the panels that N outputs take, and over parts of one where threads share
+// it, once for each of `turns`. A task is `parts` parts.
 template <class Body>
-static void for_outputs(long N, long part, long parts, Body body) {
-  const long width = part * parts, all = (N + part - 1) / part * part;
-  parallel_for_ranges((all + width - 1) / width, [&](long first, long last) {
-    const long end = std::min(last * width, all);
-    for (long output = first * width, next; output < end; output = next) {
-      next = std::min((output / PANEL + 1) * PANEL, end);
-      body(output, next);
+static void for_outputs(long N, long part, long parts, long turns, Body body) {
+  const long width = part * parts, all = (N + part - 1) / part * part, num_tasks = (all + width - 1) / width;
+  parallel_for_ranges(turns * num_tasks, [&](long first, long last) {
+    for (long turn = first / num_tasks; turn * num_tasks < last; turn++) {
+      const long start = turn * num_tasks;
+      const long end = std::min(std::min(last - start, num_tasks) * width, all);
+      for (long output = std::max(first - start, 0L) * width, next; output < end; output = next) {
+        next = std::min((output / PANEL + 1) * PANEL, end);
+        body(turn, output, next);
+      }
     }
   });
 }
@@ -189,7 +192,7 @@ static void linear_of_few(const W& weights, const Operands& ops) {
   const long call = next_call();
   const long part = vectors_at_once((int)ops.M) == PANEL_VECTORS ? PANEL : PANEL / 2;
   const long parts = std::max<long>(1, MIN_WEIGHTS / (part * std::max<long>(1, ops.K)));
-  for_outputs(ops.N, part, parts, [&](long output, long end) {
+  for_outputs(ops.N, part, parts, 1, [&](long, long output, long end) {
     kernel(weights, ops, own_rows(ops, call), 0, output, end);
   });
 }
@@ -198,10 +201,11 @@ static void linear_of_few(const W& weights, const Operands& ops) {
 
 constexpr int TILE_VECTORS = 2;
 constexpr int TILE_ROWS = HAS_SCRATCH ? SUMS / TILE_VECTORS : FEW_ROWS;
-constexpr long ROW_BLOCK = 224;  // rows that are copied before they are multiplied
+constexpr long ROW_BLOCK = 448;  // rows that are copied before they are multiplied: 224 for each end
 constexpr long MAX_CHUNK = 256;  // inputs in a scratch; a multiple of 16, and so of every STEP, as all are
 constexpr long MANY_TILES = 6;   // of rows: fewer do not pay for a chunk of the full size
 constexpr long FETCHERS = 4;     // tiles of rows that fetch the next chunk among them
+constexpr long MIN_END_TILES = HAS_SCRATCH ? MANY_TILES : 1;
 
 // Inputs [k_start, k_start + count) of a tile of outputs, as floats [input][vector].
 template <class W>
@@ -317,15 +321,14 @@ static void linear_of_many(const W& weights, const Operands& ops) {
     };
     constexpr long PART = PANEL / 2;  // a whole number of passes for every tile: more than FEW_ROWS rows
     static_assert(vectors_at_once(FEW_ROWS / 2) * LANES <= PART);  // are never cut into less than half of it
+    // Each end of the tasks has rows of its own, if they are worth decoding the weights for. More cuts where
+    // outputs alone would make too few tasks.
     const long num_parts = (ops.N + PART - 1) / PART, wanted = TASKS_PER_THREAD * nano_num_threads();
-    const long cuts = std::min((wanted + num_parts - 1) / num_parts, tiles.count);
-    if (cuts == 1)
-      for_outputs(ops.N, PART, 1, [&](long output, long end) { multiply(0, tiles.count, output, end); });
-    else  // outputs alone make too few tasks: each decodes its weights for some of the rows
-      parallel_for(num_parts * cuts, [&](long task) {
-        const long cut = task % cuts, output = task / cuts * PART;
-        multiply(tiles.count * cut / cuts, tiles.count * (cut + 1) / cuts, output, output + PART);
-      });
+    const long ends = tiles.count < 2 * MIN_END_TILES ? 1 : 2;
+    const long cuts = std::min(std::max((wanted + num_parts - 1) / num_parts, ends), tiles.count);
+    for_outputs(ops.N, PART, 1, cuts, [&](long cut, long output, long end) {
+      multiply(tiles.count * cut / cuts, tiles.count * (cut + 1) / cuts, output, end);
+    });
   }
 }
 

@@ -26,6 +26,7 @@ using nano_linear::TASKS_PER_THREAD;
 
 constexpr long TASK_BYTES = 1 << 17;  // of weights: the second-level cache keeps them for all rows of a task
 constexpr long TASK_ROWS = 128;
+constexpr long MIN_END_ROWS = 128;  // fewer are not worth reading the weights for
 
 // x and y contiguous.
 static inline Operands operands(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& y) {
@@ -56,9 +57,13 @@ static void tiled_linear(const Tile& tile, const typename Tile::Rows& x, const O
   const long fair = std::max(1L, tiles.count * num_groups / (2 * wanted));
   const long tiles_per_task = std::min(fair, TASK_ROWS / Tile::MAX_ROWS);
   const long num_blocks = (tiles.count + tiles_per_task - 1) / tiles_per_task;
-  // Tasks that follow one another share their weights.
+  // Tasks that follow one another share their weights; each end of them has rows of its own.
+  const RowTiles ends(num_blocks, ops.M < 2 * MIN_END_ROWS ? num_blocks : (num_blocks + 1) / 2);
   parallel_for(num_groups * num_blocks, [&](long task) {
-    const long first = task / num_blocks * panels_per_task, from = task % num_blocks * tiles_per_task;
+    const long end = task < num_groups * ends.size(0) ? 0 : 1, first_block = ends.start(end);
+    const long within = task - num_groups * first_block, size = ends.size(end);
+    const long first = within / size * panels_per_task;
+    const long from = (first_block + within % size) * tiles_per_task;
     for (long tile_index = from; tile_index < std::min(from + tiles_per_task, tiles.count); tile_index++)
       for (long panel = first; panel < std::min(first + panels_per_task, num_panels); panel++)
         KERNELS[tiles.size(tile_index) - 1](tile, x, tiles.start(tile_index), panel * PANEL);

@@ -1,8 +1,12 @@
 // The pool behind parallel_for. Loaded once, with global symbols, before any kernel.
 //
-// Owns: the worker threads and the one job that they share. A job is claimed task by task through
-// `ticket`, which holds the job's number, its size and the next task in one word: a claim succeeds
-// only while that very job is open, so a thread that wakes late can never touch a job that is over.
+// Owns: the worker threads and the one job that they share. A job's tasks are claimed through `ticket`,
+// which holds the job's number and the range of tasks that is left in one word: a claim succeeds only
+// while that very job is open, so a thread that wakes late can never touch a job that is over.
+//
+// The caller and every other worker claim from the front, the rest from the back. So of two threads each gets
+// about the same half of every job, and finds what it wrote for one in its own caches when it reads it in
+// the next: where two cores share no cache, that is a tenth of a step (docs/log.md, "both ends").
 #include "threads.h"
 
 #include <sched.h>
@@ -50,7 +54,7 @@ long now_ns() {
 }
 
 struct alignas(64) Pool {
-  std::atomic<uint64_t> ticket{0};  // job number | num_tasks | next task
+  std::atomic<uint64_t> ticket{0};  // job number | end of the tasks that are left | the first of them
   alignas(64) std::atomic<long> num_done{0};
   void (*body)(void*, long, long) = nullptr;
   void* arg = nullptr;
@@ -84,10 +88,10 @@ void wake_all(std::atomic<uint32_t>& word) {
 #endif
 }
 
-// Tasks of a ticket's job that nobody has claimed.
-long num_left(uint64_t ticket) {
-  return (long)((ticket >> INDEX_BITS) & INDEX_MASK) - (long)(ticket & INDEX_MASK);
-}
+// Tasks of a ticket's job that nobody has claimed: [first_left, end_left).
+long first_left(uint64_t ticket) { return (long)(ticket & INDEX_MASK); }
+long end_left(uint64_t ticket) { return (long)((ticket >> INDEX_BITS) & INDEX_MASK); }
+long num_left(uint64_t ticket) { return end_left(ticket) - first_left(ticket); }
 
 bool is_polite(Pool& p, long now) { return now < p.polite_until.load(std::memory_order_relaxed); }
 
@@ -101,15 +105,16 @@ void wake_workers(Pool& p) {
 // claim, `meanwhile` is called. A claim takes a share of what is left: neighbouring tasks, which often read
 // on in memory where the last one ended, and single ones in the end, so that all threads end together.
 template <class Meanwhile>
-long work(Pool& p, Meanwhile meanwhile) {
+long work(Pool& p, bool from_back, Meanwhile meanwhile) {
   const long shares = 2 * p.num_threads.load(std::memory_order_relaxed);
   long num_run = 0;
   uint64_t ticket = p.ticket.load(std::memory_order_acquire);
   while (num_left(ticket)) {
     const long count = std::max(1L, num_left(ticket) / shares);
-    if (!p.ticket.compare_exchange_weak(ticket, ticket + count, std::memory_order_acq_rel)) continue;
+    const uint64_t rest = from_back ? ticket - ((uint64_t)count << INDEX_BITS) : ticket + count;
+    if (!p.ticket.compare_exchange_weak(ticket, rest, std::memory_order_acq_rel)) continue;
     // The job stays open until these tasks are counted, so body and arg are its own.
-    const long first = ticket & INDEX_MASK;
+    const long first = from_back ? end_left(rest) : first_left(ticket);
     p.body(p.arg, first, first + count);
     num_run += count;
     p.num_done.fetch_add(count, std::memory_order_acq_rel);
@@ -163,7 +168,7 @@ void worker_loop(int index) {
   for (;;) {
     const bool is_used = index < p.num_threads.load(std::memory_order_relaxed);
     if (is_used) {
-      work(p, [] {});
+      work(p, index % 2, [] {});
       const long most_ns = is_polite(p, now_ns()) ? 0 : SPIN_NS;
       if (spin(most_ns, [&] { return num_left(p.ticket.load(std::memory_order_relaxed)); })) continue;
     }
@@ -211,7 +216,7 @@ void nano_parallel_for(long num_tasks, void (*body)(void*, long, long), void* ar
   const long start = now_ns();
   bool has_woken = !is_polite(p, start);
   if (has_woken) wake_workers(p);
-  const long num_own = work(p, [&] {
+  const long num_own = work(p, false, [&] {
     if (has_woken || now_ns() - start < POLITE_WAKE_NS) return;
     wake_workers(p);
     has_woken = true;

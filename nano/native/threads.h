@@ -3,7 +3,8 @@
 // Why not OpenMP: its barrier waits for every thread, so with one other busy process on the machine a
 // step of 150 parallel regions takes fifty times as long (or, if threads sleep at once, a third longer on
 // an idle machine). Here threads claim tasks in shrinking shares, a thread that is late is not waited for,
-// and while others keep taking its core the caller computes alone.
+// and while others keep taking its core the caller computes alone. Half of the threads begin with the first
+// tasks and half with the last: tasks in the order of what they read and write stay with their cores.
 #pragma once
 
 #include <type_traits>
