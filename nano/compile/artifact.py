@@ -29,7 +29,7 @@ from nano.compile.request import Form
 from nano.compile.store import MANIFEST
 from nano.errors import NanoError
 
-ForwardFn = Callable[[Tensor, Tensor], Tensor]
+ForwardFn = Callable[[Tensor, Tensor, Tensor], Tensor]  # as `Decoder.INPUTS`
 
 PIECES, KERNELS_SOURCE, KERNELS = "pieces.py", "kernels.cpp", "kernels.so"
 MODULE = "kernels"  # as the library calls itself

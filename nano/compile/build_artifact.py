@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import nn
 
 from nano.compile import inductor
 from nano.compile.artifact import (
@@ -23,7 +23,7 @@ from nano.compile.bundle import SCRATCH, compile_bundle
 from nano.compile.inductor import Kernel, PieceCode
 from nano.compile.kernels import compile_module, module_source, unique_names
 from nano.compile.piecewise import Piece, trace
-from nano.compile.request import Form
+from nano.compile.request import Form, InputKinds
 
 _HEADER = '''"""A model's forward in compiled pieces, as torch's compiler wrote them. Generated."""
 
@@ -43,13 +43,14 @@ class _Built:
 
 def build_artifact(
     model: nn.Module,
-    inputs: Mapping[str, Tensor],
+    inputs: InputKinds,
     split_ops: Sequence[str],
     factors: dict[str, str],
     folder: Path,
     form: Form = "source",
 ) -> Manifest:
-    """Compile `model.forward(**inputs)`, cut at `split_ops`, into the empty `folder`.
+    """Compile the forward of `model`, called with `inputs`, into the empty `folder`. It is cut at
+    `split_ops`.
 
     Nothing of the model is computed, so its weights may be uninitialised. Raises `CompileFailed` or
     `UnexpectedCode`; Inductor may raise anything.

@@ -11,8 +11,6 @@ from nano.compile.skeleton import load_skeleton
 from nano.layers.native_kernels import NativeKernels
 from nano.layers.packed_weight import PackedWeight
 
-_TRACE_TOKENS = 8  # of the example; any number is served
-
 
 def compile_skeleton(request: CompileRequest, folder: Path) -> None:
     """Compile what `request` describes into the empty `folder`."""
@@ -20,11 +18,7 @@ def compile_skeleton(request: CompileRequest, folder: Path) -> None:
     model = load_skeleton(request.skeleton, request.device)
     if request.device == "cpu":
         _load_ops(model)
-    inputs = {
-        name: torch.zeros(_TRACE_TOKENS, dtype=getattr(torch, dtype), device=request.device)
-        for name, dtype in request.inputs.items()
-    }
-    build_artifact(model, inputs, request.split_ops, request.factors, folder, request.form)
+    build_artifact(model, request.inputs, request.split_ops, request.factors, folder, request.form)
 
 
 def _load_ops(model: nn.Module) -> None:

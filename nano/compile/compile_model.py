@@ -80,8 +80,8 @@ class CompiledModel:
         self._child: CompilerProcess | None = None
         self._work: Iterator[Progress] | None = None
 
-    def __call__(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        return self._forward(input_ids, positions)
+    def __call__(self, input_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+        return self._forward(input_ids, positions, rows)
 
     def prepare(self, mode: str, startup: str) -> None:
         """Settle the mode, and swap in what is stored. Waits for a compilation if it must.

@@ -79,6 +79,7 @@ class CudaGraphs:
         self._attention = GraphedAttention(
             context.backend, keys, self._captured, device=device, max_model_len=max_model_len
         )
+        self._all_rows = torch.arange(keys.max_num_tokens, device=device)
         self.context = ForwardContext(self._attention, context.kv_caches)
         self._waiting = keys.capture_order()
         self._num_steps_to_see = _FIRST_STEPS
@@ -93,14 +94,15 @@ class CudaGraphs:
         """In the order of their capture."""
         return list(self._captured)
 
-    def __call__(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """input_ids [T] int32, positions [T] int64 of the step that was planned -> [T, hidden]."""
+    def __call__(self, input_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+        """input_ids [T] int32, positions and rows [L] int64 of the step that was planned -> [L,
+        hidden]. A graph computes all rows: how many are wanted it cannot know."""
         step, counts = self._attention.step, self.counts
         if step.key is None:
             counts.eager[step.why_eager] += 1
-            return self._forward(input_ids, positions)
-        num_tokens = len(input_ids)
-        assert num_tokens + step.num_padding_tokens == step.key.num_tokens, "another step's plan"
+            return self._forward(input_ids, positions, rows)
+        num_tokens = len(input_ids) + step.num_padding_tokens
+        assert num_tokens == step.key.num_tokens, "another step's plan"
         if step.key.is_full:
             counts.num_full += 1
         else:
@@ -112,7 +114,7 @@ class CudaGraphs:
             graph.replay()
             if call is not None:
                 self._attention.forward(*call)
-        return captured.hidden[:num_tokens]
+        return captured.hidden[rows]
 
     @property
     def num_waiting(self) -> int:
@@ -176,19 +178,19 @@ class CudaGraphs:
 
     @torch.inference_mode()
     def _capture(self, key: GraphKey) -> CapturedStep:
-        input_ids, positions = self._attention.tokens(key)
+        inputs = (*self._attention.tokens(key), self._all_rows[: key.num_tokens])
         recording = _Recording(self._pool)
         with self._pool.capturing(), forward_context(self.context):
             if key.is_full:
                 self._attention.plan_padding(key)
-                self._forward(input_ids, positions)  # what is made on first use is made now
+                self._forward(*inputs)  # what is made on first use is made now
                 with recording.running():
-                    hidden = self._forward(input_ids, positions)
+                    hidden = self._forward(*inputs)
             else:
                 with self._attention.cutting(lambda call: None):
-                    self._forward(input_ids, positions)
+                    self._forward(*inputs)
                 with self._attention.cutting(recording.cut), recording.running():
-                    hidden = self._forward(input_ids, positions)
+                    hidden = self._forward(*inputs)
         return CapturedStep(recording.graphs, recording.calls, self._pool.alias(hidden))
 
 

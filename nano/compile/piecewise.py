@@ -1,8 +1,8 @@
 """Piecewise tracing: a model's graph cut at named ops, and which of the pieces are alike.
 
-Dynamo hands over one FX graph of the whole model, weights and the symbolic number of tokens as
-inputs. It is split at every op of `split_ops` (attention), which stays an ordinary call between
-two compiled pieces:
+Dynamo hands over one FX graph of the whole model. Its inputs are weights, and symbols for the sizes
+that vary: of how many tokens, of how many of them the result is wanted. It is split at every op of
+`split_ops` (attention), which stays an ordinary call between two compiled pieces:
 
     piece 0 | attention 0 | piece 1 | attention 1 | piece 1 again ... | piece 2
 
@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.passes.split_module import split_module
 
+from nano.compile.request import InputKinds
 from nano.compile.stitch import op_name, stitch
 
-_TRACE_TOKENS = 8  # the size that the compiler tunes for; any other is served as well
+_TRACE_SIZE = 8  # which the compiler tunes for; any other is served as well
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,8 @@ class TracedModel:
     num_split_calls: int
 
 
-def trace(model: nn.Module, inputs: Mapping[str, Tensor], split_ops: Sequence[str]) -> TracedModel:
-    """Trace `model.forward(**inputs)` and cut it. The inputs' one dimension is the free one.
+def trace(model: nn.Module, inputs: InputKinds, split_ops: Sequence[str]) -> TracedModel:
+    """Trace the forward of `model`, called with `inputs` of any sizes, and cut it.
 
     Guards are dropped: whatever the trace reads of the model is frozen. No later call can trace
     again, since what is kept is the code and not the traced function.
@@ -59,15 +60,21 @@ def trace(model: nn.Module, inputs: Mapping[str, Tensor], split_ops: Sequence[st
     captured: list[TracedModel] = []
 
     def backend(graph: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        captured.append(cut(graph, _binding(graph, example_inputs, model, inputs), split_ops))
+        binding = _binding(graph, example_inputs, model, examples, inputs)
+        captured.append(cut(graph, binding, split_ops))
         outputs = graph.graph.output_node().args[0]
         assert isinstance(outputs, tuple)
         return lambda *args: [torch.zeros(0)] * len(outputs)  # the skeleton computes nothing
 
-    for tensor in inputs.values():
+    device = next((tensor.device for tensor in named_tensors(model).values()), None)
+    examples = {
+        name: torch.zeros(_TRACE_SIZE, dtype=getattr(torch, dtype), device=device)
+        for name, (dtype, _) in inputs.items()
+    }
+    for name, (_, size) in inputs.items():
         # An unbacked size has no value to specialise on: one graph serves 1 to the budget.
         torch._dynamo.decorators.mark_unbacked(
-            tensor, 0, hint_override=_TRACE_TOKENS, shape_id="num_tokens"
+            examples[name], 0, hint_override=_TRACE_SIZE, shape_id=size
         )
     forward = torch.compile(
         model.forward,
@@ -77,7 +84,7 @@ def trace(model: nn.Module, inputs: Mapping[str, Tensor], split_ops: Sequence[st
         options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},
     )
     with torch.inference_mode():
-        forward(**inputs)
+        forward(**examples)
     (traced,) = captured  # one graph: a break is an error
     return traced
 
@@ -86,24 +93,32 @@ def trace(model: nn.Module, inputs: Mapping[str, Tensor], split_ops: Sequence[st
 class Binding:
     """What a graph's placeholders stand for."""
 
-    inputs: list[str]  # of `run`, in order; the first one's length is the number of tokens
+    inputs: list[str]  # of `run`, in order
+    sizes: dict[str, str]  # name of a size -> an input that has it
     weights: list[str]
-    spelling: dict[str, str]  # placeholder -> an input's name, w<i>, or num_tokens
+    spelling: dict[str, str]  # placeholder -> the name of an input or a size, or w<i>
 
 
 def _binding(
     graph: fx.GraphModule,
     example_inputs: list[Any],
     model: nn.Module,
-    inputs: Mapping[str, Tensor],
+    examples: Mapping[str, Tensor],
+    inputs: InputKinds,
 ) -> Binding:
     names = {id(tensor): name for name, tensor in named_tensors(model).items()}
-    input_names = {id(tensor): name for name, tensor in inputs.items()}
+    input_names = {id(tensor): name for name, tensor in examples.items()}
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    size_names = {  # by symbol
+        str(node.meta["example_value"].shape[0]): inputs[input_names[id(example)]][1]
+        for node, example in zip(placeholders, example_inputs)
+        if id(example) in input_names
+    }
     weights: list[str] = []
     spelling: dict[str, str] = {}
-    for node, example in zip(graph.graph.find_nodes(op="placeholder"), example_inputs, strict=True):
+    for node, example in zip(placeholders, example_inputs, strict=True):
         if not isinstance(example, Tensor):
-            spelling[node.name] = "num_tokens"
+            spelling[node.name] = size_names[str(node.meta["example_value"])]
         elif id(example) in input_names:
             spelling[node.name] = input_names[id(example)]
         elif id(example) in names:
@@ -113,7 +128,10 @@ def _binding(
             raise RuntimeError(
                 f"the traced graph reads {node.name}, which is no tensor of the model"
             )
-    return Binding(list(inputs), weights, spelling)
+    sizes: dict[str, str] = {}
+    for name, (_, size) in inputs.items():
+        sizes.setdefault(size, name)
+    return Binding(list(inputs), sizes, weights, spelling)
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -150,7 +168,7 @@ def cut(graph: fx.GraphModule, binding: Binding, split_ops: Sequence[str]) -> Tr
         examples = [node.meta["example_value"] for node in placeholders]
         pieces.append(Piece(part, examples, num_uses[key]))
     return TracedModel(
-        source=stitch(whole, piece_of, binding.inputs, binding.spelling),
+        source=stitch(whole, piece_of, binding.inputs, binding.sizes, binding.spelling),
         weights=binding.weights,
         pieces=pieces,
         num_calls=len(piece_of),
@@ -172,7 +190,7 @@ def _partition(
             split_parts.add(current + 1)
             partition[node] = current + 1
             current += 2
-        elif node.target is operator.getitem and node.args[0] in partition:
+        elif node.target is operator.getitem and isinstance(node.args[1], int):
             partition[node] = partition[node.args[0]]  # no tuple crosses a cut
         else:
             partition[node] = current

@@ -8,6 +8,7 @@ start with another of these finds what the first one made.
 import hashlib
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib.metadata import version
@@ -25,13 +26,16 @@ _LONG = 60  # characters; longer values are named by their digest
 # Inductor, bit by bit as the eager model; or whole, as Inductor keeps them, for any device.
 Form = Literal["source", "bundle"]
 
+# By name: the dtype of an input of one dimension, and what its size is called.
+InputKinds = Mapping[str, tuple[str, str]]
+
 
 @dataclass(frozen=True)
 class CompileRequest:
     """A model without its weights (see skeleton.py), and how it is called."""
 
     description: dict[str, Any]  # all that pieces depend on, as JSON
-    inputs: dict[str, str]  # parameters of `forward`, in order, and their dtypes; all are [T]
+    inputs: InputKinds  # parameters of `forward`, in order
     split_ops: tuple[str, ...]  # where the graph is cut: "namespace::op"
     skeleton: bytes
     device: str = "cpu"  # where it computes, in torch's words; the index is in generated code

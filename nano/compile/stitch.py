@@ -14,15 +14,16 @@ def stitch(
     whole: fx.GraphModule,
     piece_of: Mapping[str, int],
     inputs: Sequence[str],
+    sizes: Mapping[str, str],
     spelling: Mapping[str, str],
 ) -> str:
     """Source of `run(*inputs)`.
 
     `piece_of` maps submodules to the number of their piece; the other submodules hold one split op,
-    which is called directly. `spelling` says how each placeholder is written. A value is dropped
-    after its last use.
+    which is called directly. `sizes` maps the name of a size to an input that has it. `spelling`
+    says how each placeholder is written. A value is dropped after its last use.
     """
-    return _Stitcher(whole, piece_of, spelling).source(inputs)
+    return _Stitcher(whole, piece_of, spelling).source(inputs, sizes)
 
 
 class _Stitcher:
@@ -35,8 +36,8 @@ class _Stitcher:
         self._is_input = frozenset(spelling)
         self._nodes = list(whole.graph.nodes)
 
-    def source(self, inputs: Sequence[str]) -> str:
-        lines = [f"num_tokens = {inputs[0]}.shape[0]"]
+    def source(self, inputs: Sequence[str], sizes: Mapping[str, str]) -> str:
+        lines = [f"{size} = {name}.shape[0]" for size, name in sizes.items()]
         last_use = {
             used: index for index, node in enumerate(self._nodes) for used in node.all_input_nodes
         }

@@ -33,7 +33,6 @@ def check_sampling(box: Box) -> None:
         seeds=np.arange(num_rows, dtype=np.int64) * 2**40 - 5,
     )
     rows = LogitsRows(
-        indices=torch.arange(num_rows, device=device),
         row=np.arange(num_rows),
         num_known=np.arange(num_rows, dtype=np.int64) * 1000,
     )

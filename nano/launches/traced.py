@@ -130,7 +130,7 @@ class TracedForward:
         self._sequence = sequence
         self._model = model
 
-    def __call__(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+    def __call__(self, input_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
         step = Dispatch(None, why_eager="no graphs on this device, or none wanted")
         if isinstance(self._inner, CudaGraphs):
             graphed = self._inner.context.backend
@@ -145,7 +145,7 @@ class TracedForward:
             what = f"{step.key}: {counted(shape.num_requests, 'request')} of {each}"
             what += f", {padding} of padding" if padding else ", no padding"
             self._sequence.add("graph", what, self._model)
-        return self._inner(input_ids, positions)
+        return self._inner(input_ids, positions, rows)
 
 
 class TracedSampling(SamplingBackend):

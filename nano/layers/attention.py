@@ -30,14 +30,14 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """hidden [T, hidden]; cos, sin [T, 1, D / 2]. Returns [T, hidden]."""
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, rows: Tensor | None) -> Tensor:
+        """hidden [T, hidden]; cos, sin [T, 1, D / 2]. Returns [T, hidden]; or only `rows` [L]."""
         projections = self.qkv_proj.split(self.qkv_proj(hidden))
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in projections)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         # q and k are fresh; v is still a view into the fused projection, whose rows lie apart.
-        attended = attention(q, k, v, self.layer_index)
-        out: Tensor = self.o_proj(attended.flatten(1))
+        attended = attention(q, k, v, self.layer_index).flatten(1)
+        out: Tensor = self.o_proj(attended if rows is None else attended.index_select(0, rows))
         return out

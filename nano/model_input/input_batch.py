@@ -1,7 +1,8 @@
 """InputBatch: the tensors of one step, gathered from RequestStates. Built each step, never kept.
 
-T tokens of R requests; L logits rows, `num_drafts + 1` for every request. A request whose prompt
-goes on discards its row: a few wasted lm_head rows buy one code path.
+T tokens of R requests; L logits rows, `num_drafts + 1` for every request, and P that predict known
+prompt tokens. A request whose prompt goes on discards its row: a few wasted lm_head rows buy one
+code path.
 """
 
 from collections.abc import Mapping
@@ -19,21 +20,20 @@ from nano.step import StepPlan
 
 @dataclass(slots=True)
 class LogitsRows:
-    """Hidden rows that are turned into logits, and the tokens each may look back on."""
+    """Hidden states that are turned into logits, and the tokens each may look back on."""
 
-    indices: Tensor  # [L] int64 device: into the step's T tokens
     row: np.ndarray  # [L] int64 host: RequestStates row
     # [L] int64 host: known tokens when this row samples, earlier drafts counted as accepted. It is
     # also the absolute position of the token that is sampled.
     num_known: np.ndarray
 
     def chunk(self, start: int, end: int) -> "LogitsRows":
-        return LogitsRows(self.indices[start:end], self.row[start:end], self.num_known[start:end])
+        return LogitsRows(self.row[start:end], self.num_known[start:end])
 
 
 @dataclass(slots=True)
 class StepTokens:
-    """The tokens of one pass of a model, ragged over its requests."""
+    """The tokens of one pass of a model, ragged over its R requests."""
 
     input_ids: Tensor  # [T] int32 device
     positions: Tensor  # [T] int64 device
@@ -51,9 +51,10 @@ class InputBatch:
     is_sampling: np.ndarray  # [R] bool host: the step reaches the end of the known tokens
     input_ids: Tensor  # [T] int32 device
     positions: Tensor  # [T] int64 device
+    output_rows: Tensor  # [L + P] int64 device: whose hidden states are wanted, of the T tokens
     logits_start: np.ndarray  # [R + 1] int64 host: request i owns logits rows start[i]:start[i+1]
-    logits: LogitsRows
-    prompt_logits: LogitsRows | None  # rows that predict known prompt tokens, if any were asked
+    logits: LogitsRows  # of output_rows[:L]
+    prompt_logits: LogitsRows | None  # of output_rows[L:]; None: nobody asked
     attention: AttentionMetadata
 
     @property
@@ -62,6 +63,7 @@ class InputBatch:
 
 
 _NO_DRAFTS: Mapping[str, DeviceDrafts] = {}
+_NO_ROWS = np.empty(0, np.int64)
 
 
 class InputBatchBuilder:
@@ -99,6 +101,14 @@ class InputBatchBuilder:
             self._put_unread(tokens.input_ids, request_ids, query_start[1:], unread)
         num_rows = num_drafts + 1
         logits_start = _starts(num_rows)
+        output_rows, logits = self._rows(
+            rows, query_start[1:] - num_rows, seq_lens - num_rows, num_rows, logits_start
+        )
+        prompt_rows, prompt_logits = self._prompt_rows(
+            rows, query_start, num_computed, num_scheduled
+        )
+        if prompt_logits is not None:
+            output_rows = np.concatenate((output_rows, prompt_rows))
         return InputBatch(
             request_ids=request_ids,
             rows=rows,
@@ -107,11 +117,10 @@ class InputBatchBuilder:
             is_sampling=seq_lens == states.num_tokens[rows] + num_drafts,
             input_ids=tokens.input_ids,
             positions=tokens.positions,
+            output_rows=self.device.to_device(output_rows),
             logits_start=logits_start,
-            logits=self._rows(
-                rows, query_start[1:] - num_rows, seq_lens - num_rows, num_rows, logits_start
-            ),
-            prompt_logits=self._prompt_rows(rows, query_start, num_computed, num_scheduled),
+            logits=logits,
+            prompt_logits=prompt_logits,
             attention=tokens.attention,
         )
 
@@ -202,14 +211,13 @@ class InputBatchBuilder:
         position: np.ndarray,
         counts: np.ndarray,
         starts: np.ndarray,
-    ) -> LogitsRows:
-        """`counts[i]` consecutive rows of request i, from flat `index[i]` at `position[i]`."""
+    ) -> tuple[np.ndarray, LogitsRows]:
+        """`counts[i]` consecutive rows of request i, from flat `index[i]` at `position[i]`; and
+        where they are among the step's tokens."""
         first = starts[:-1]
         rank = self._arange[: starts[-1]]  # over all; a request's own begin at `first`
-        return LogitsRows(
-            indices=self.device.to_device(rank + (index - first).repeat(counts)),
-            row=rows.repeat(counts),
-            num_known=rank + (position - first + 1).repeat(counts),
+        return rank + (index - first).repeat(counts), LogitsRows(
+            row=rows.repeat(counts), num_known=rank + (position - first + 1).repeat(counts)
         )
 
     def _prompt_rows(
@@ -218,16 +226,16 @@ class InputBatchBuilder:
         query_start: np.ndarray,
         num_computed: np.ndarray,
         num_scheduled: np.ndarray,
-    ) -> LogitsRows | None:
+    ) -> tuple[np.ndarray, LogitsRows | None]:
         """Rows whose next token is a prompt token of a request with `prompt_logprobs`."""
         states = self.states
         wanted = states.wants_prompt_logprobs[rows]
         if not wanted.any():
-            return None
+            return _NO_ROWS, None
         last = states.num_prompt_tokens[rows] - 1  # nothing in the prompt follows its last token
         counts = np.clip(last - num_computed, 0, num_scheduled) * wanted
         if not counts.any():
-            return None
+            return _NO_ROWS, None
         return self._rows(rows, query_start[:-1], num_computed, counts, _starts(counts))
 
 

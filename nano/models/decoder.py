@@ -4,6 +4,8 @@ One class with flags from `DecoderConfig`: where these families differ (biases, 
 tied output) is data. Module names are those of Hugging Face checkpoints, less the "model." prefix.
 """
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
@@ -29,8 +31,12 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, config.mlp_bias)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin)
+    def forward(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, rows: Tensor | None = None
+    ) -> Tensor:
+        """rows [L] int64: who has a use for the result; None: all. The others end at attention."""
+        attended = self.self_attn(self.input_layernorm(hidden), cos, sin, rows)
+        hidden = attended + (hidden if rows is None else hidden.index_select(0, rows))
         out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out
 
@@ -43,6 +49,13 @@ class Decoder(nn.Module):
     them.
     """
 
+    # Of `forward` as the engine calls it: dtype, and the name of the one dimension's size.
+    INPUTS: ClassVar[dict[str, tuple[str, str]]] = {
+        "input_ids": ("int32", "num_tokens"),
+        "positions": ("int64", "num_tokens"),
+        "rows": ("int64", "num_rows"),
+    }
+
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype, max_model_len: int):
         super().__init__()
         self.config = config
@@ -54,17 +67,23 @@ class Decoder(nn.Module):
             None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
         )
 
-    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """input_ids [T] int, positions [T] int64 -> final hidden states [T, hidden]."""
+    def forward(self, input_ids: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
+        """input_ids [T] int, positions [T] int64 -> final hidden states [L, hidden].
+
+        Those of the tokens `rows` [L] int64, of [T]; None: of all. The last layer computes no
+        others: of a prompt it is little more than keys and values that are wanted there.
+        """
         hidden: Tensor = self.embed_tokens(input_ids)
         cos, sin = self.rotary_emb(positions)
-        for layer in self.layers:
+        *layers, last = self.layers
+        for layer in layers:
             hidden = layer(hidden, cos, sin)
+        hidden = last(hidden, cos, sin, rows)
         out: Tensor = self.norm(hidden)
         return out
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [L, hidden], any rows of `forward`'s result -> logits [L, vocab].
+        """hidden [L, hidden], any of `forward`'s result -> logits [L, vocab].
 
         In float32 at least, whatever the model computes in: that is what samplers take, and
         probabilities of 8 bits would tell little.

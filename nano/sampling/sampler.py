@@ -195,7 +195,7 @@ class Sampler:
             return backend.draw(edited, rows, states, None), None
         processed = logits.new_empty(logits.shape)
         keys = self.rule.noise_keys(NoiseDomain.DRAFT, states, rows.row, rows.num_known)
-        token_ids = draw_by(backend, edited, rows, draws, keys, processed)
+        token_ids = draw_by(backend, edited, draws, keys, processed)
         is_matched = self.transfers.to_device(draws[:, 0] == 0) | (token_ids == NO_TOKEN)
         return token_ids, probabilities(processed).masked_fill_(is_matched[:, None], 0.0)
 

@@ -77,7 +77,7 @@ def verify(
         logits = _final_logits(drafts, verdict, processed, last)
         position = rows.num_known[last]
         keys = rule.noise_keys(NoiseDomain.RESIDUAL, states, rows.row[last], position)
-        final_ids = draw_by(backend, logits, rows, _AS_IT_IS, keys)
+        final_ids = draw_by(backend, logits, _AS_IT_IS, keys)
         for row, token_id in zip(last.tolist(), _read(backend, final_ids)):
             if token_ids[row] != NO_TOKEN:
                 token_ids[row] = token_id
@@ -87,7 +87,6 @@ def verify(
 def draw_by(
     backend: SamplingBackend,
     logits: Tensor,
-    rows: LogitsRows,
     draws: tuple[float, ...] | np.ndarray,
     keys: tuple[np.ndarray, np.ndarray],
     processed: Tensor | None = None,
@@ -98,7 +97,7 @@ def draw_by(
     """
     seeds, positions = keys
     table = NoiseTable(np.array(np.broadcast_to(draws, (len(seeds), 4)), order="C"), seeds)
-    own_rows = LogitsRows(rows.indices[: len(seeds)], np.arange(len(seeds)), positions)
+    own_rows = LogitsRows(np.arange(len(seeds)), positions)
     return backend.draw(logits, own_rows, table, processed)
 
 

@@ -58,8 +58,9 @@ def draft_ahead(drafting: DraftingModel, states: RequestStates, work: list[RowWo
     if not len(guessing):
         return drafts
     place, rows, wanted = place[guessing], rows[guessing], wanted[guessing]
-    last, known = counts.cumsum()[guessing] - 1, (starts + counts)[guessing].astype(np.int64)
+    known = (starts + counts)[guessing].astype(np.int64)
     device = drafting.device
+    hidden = hidden[device.to_device(guessing)]
     token_ids = torch.full(
         (len(rows), int(wanted[0])), NO_TOKEN, dtype=torch.int64, device=device.torch_device
     )
@@ -73,12 +74,8 @@ def draft_ahead(drafting: DraftingModel, states: RequestStates, work: list[RowWo
             hidden = drafting.run(rows, starts, np.ones(num_rows, np.int32), input_ids)
             drafts.num_passes += 1
             drafts.num_pass_tokens += num_rows
-            last = np.arange(num_rows)
-        indices = device.to_device(last)
-        logits = drafting.model.compute_logits(hidden[indices])
-        sampled, probs = drafting.sampler.sample_drafts(
-            logits, LogitsRows(indices, rows, known), states
-        )
+        logits = drafting.model.compute_logits(hidden)
+        sampled, probs = drafting.sampler.sample_drafts(logits, LogitsRows(rows, known), states)
         token_ids[:num_rows, index] = sampled
         if probs is not None:
             if drawn_from is None:

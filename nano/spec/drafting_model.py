@@ -36,11 +36,13 @@ class DraftingModel:
         counts: np.ndarray,
         input_ids: Tensor | None = None,
     ) -> Tensor:
-        """One pass: hidden states [T, hidden] of `counts[i]` tokens of `rows[i]` from `starts[i]`.
+        """One pass over `counts[i]` tokens of `rows[i]` from `starts[i]` on, as
+        `InputBatchBuilder.gather` takes them: hidden states [R, hidden] of each row's last one.
 
-        As `InputBatchBuilder.gather` takes them. Writes their KV.
+        Writes the KV of all.
         """
         tokens = self.builder.gather(rows, starts, counts, input_ids)
+        last = self.device.to_device(tokens.attention.query_start_loc[1:].astype(np.int64) - 1)
         self.context.backend.plan(tokens.attention)
         with forward_context(self.context):
-            return self.forward(tokens.input_ids, tokens.positions)
+            return self.forward(tokens.input_ids, tokens.positions, last)

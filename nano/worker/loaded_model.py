@@ -29,6 +29,7 @@ from nano.log import get_logger
 from nano.model_input.input_batch import InputBatchBuilder
 from nano.model_input.own_drafts import OwnDrafts
 from nano.model_input.request_states import MakeEdits, RequestStates, no_edits
+from nano.models.decoder import Decoder
 from nano.models.weights import load_model, storage_formats
 from nano.sampling.sampler import Sampler
 from nano.spec.proposers import Proposers
@@ -236,7 +237,7 @@ class LoadedModel:
                     "vocab_size": config.vocab_size,
                     **describe(self.model),
                 },
-                inputs={"input_ids": "int32", "positions": "int64"},  # as in InputBatch
+                inputs=Decoder.INPUTS,
                 split_ops=("nano::attention",),
                 skeleton=dump_skeleton(self.model),
                 device=str(self.device.torch_device),

@@ -35,7 +35,7 @@ class _Forwarded:
 
     own: FilledPlan
     batch: InputBatch
-    hidden: Tensor  # [T, hidden]
+    hidden: Tensor  # [L + P, hidden]: of batch.output_rows
     seconds: float
 
 
@@ -76,12 +76,12 @@ class ModelRunner:
         batch = self.batch_builder.build(own.plan, own.unread)
         self.context.backend.plan(batch.attention)
         with forward_context(self.context):
-            hidden = self.model_forward(batch.input_ids, batch.positions)
+            hidden = self.model_forward(batch.input_ids, batch.positions, batch.output_rows)
         self._forwarded = _Forwarded(own, batch, hidden, time.perf_counter() - started)
 
     @property
     def hidden(self) -> Tensor:
-        """[T, hidden] of the step that `forward` has begun."""
+        """[L + P, hidden] of the step that `forward` has begun, as in its InputBatch."""
         assert self._forwarded is not None
         return self._forwarded.hidden
 
@@ -97,10 +97,11 @@ class ModelRunner:
         started = time.perf_counter()
 
         parts = []
-        for start, rows, logits in self._logits(step.hidden, batch.logits, batch.logits_start):
+        hidden, hidden_of_prompts = step.hidden.tensor_split((len(batch.logits.row),))
+        for start, rows, logits in self._logits(hidden, batch.logits, batch.logits_start):
             row_mask = None if mask is None else mask[start : start + len(rows.row)]
             parts.append(self.sampler.queue_rows(logits, rows, self.states, row_mask))
-        results = all_of([all_of(parts), self._prompt_logprobs(step.hidden, batch)])
+        results = all_of([all_of(parts), self._prompt_logprobs(hidden_of_prompts, batch)])
         # The one wait for this step. Else only rules and custom processors make the host wait.
         found, prompt_logprobs = results.read(self.sampler.transfers)
         samples = RowSamples()
@@ -135,7 +136,8 @@ class ModelRunner:
     def _logits(
         self, hidden: Tensor, rows: LogitsRows, starts: np.ndarray | None = None
     ) -> Iterator[tuple[int, LogitsRows, Tensor]]:
-        """(first row, rows, their logits [n, V]), in chunks under the memory cap.
+        """(first row, rows, their logits [n, V]), in chunks under the memory cap; `hidden` [L,
+        hidden] is theirs.
 
         With `starts` [R + 1] the rows of a request, starts[i]:starts[i + 1], stay in one chunk.
         """
@@ -147,14 +149,14 @@ class ModelRunner:
             if starts is not None:
                 whole = int(starts[starts.searchsorted(stop, side="right") - 1])
                 stop = whole if whole > start else int(starts[starts.searchsorted(stop)])
-            chunk = rows.chunk(start, stop)
-            yield start, chunk, self.model.compute_logits(hidden[chunk.indices])
+            yield start, rows.chunk(start, stop), self.model.compute_logits(hidden[start:stop])
             start = stop
 
     def _prompt_logprobs(
         self, hidden: Tensor, batch: InputBatch
     ) -> Pending[dict[str, TokenLogprobs]]:
-        """Logprobs of the prompt tokens that this step's rows predict, by request."""
+        """Logprobs of the prompt tokens that this step's rows predict, by request; `hidden` [P,
+        hidden] is theirs."""
         rows = batch.prompt_logits
         if rows is None:
             return Pending([], lambda arrays: {})

@@ -14,6 +14,7 @@ logger = get_logger(__name__)
 _STEP_SECONDS = 0.35  # aimed at, so that a full step stays under half a second despite noise
 _PROBE_SECONDS = 0.15
 _FEW_TOKENS = 16
+_BUDGET_UNIT = 8  # a budget is a multiple of it
 _MOST_TOKENS = 256
 _FAR_CONTEXT = 2048
 _MAX_AUTO_BUDGET = 8192
@@ -53,7 +54,8 @@ def measure_step(probe: StepProbe, max_model_len: int, token_budget: int | None)
         if slope > 0:
             per_token = max(per_token - slope * num_tokens / 2, per_token / 2)
             costly_context = max(1, int(per_token / slope))
-    budget = max(16, min(int(_STEP_SECONDS / per_token), _MAX_AUTO_BUDGET) // 16 * 16)
+    affordable = min(int(_STEP_SECONDS / per_token), _MAX_AUTO_BUDGET)
+    budget = max(_FEW_TOKENS, affordable // _BUDGET_UNIT * _BUDGET_UNIT)
     logger.info(
         "max_num_batched_tokens: %d (measured %.3f ms per token, twice that at a context of %s; a "
         "full step takes %.2f s)",

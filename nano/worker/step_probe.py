@@ -41,12 +41,15 @@ class StepProbe:
 
     @torch.inference_mode()
     def hidden(self, forward: ForwardFn, num_tokens: int) -> Tensor:
-        """What `forward` makes of a chunk of `num_tokens`, or fewer if no more fit: [T, hidden]."""
+        """What `forward` makes of a chunk of `num_tokens`, or fewer if no more fit: [T, hidden].
+
+        All but one are drafts to verify, or nobody would ask for their hidden states.
+        """
         num_tokens = min(num_tokens, self._max_model_len)
         num_computed = min(_CONTEXT, self._max_model_len - num_tokens)
         runner = self._runner(num_computed, num_tokens)
         runner.model_forward = forward
-        runner.forward(self._plan(0, num_computed, num_tokens))
+        runner.forward(self._plan(0, num_computed, num_tokens, num_drafts=num_tokens - 1))
         return runner.hidden
 
     def seconds(

@@ -21,7 +21,7 @@ class Small(nn.Module):
 def small_request(model: Small) -> CompileRequest:
     return CompileRequest(
         description=describe(model),
-        inputs={"ids": "int64"},
+        inputs={"ids": ("int64", "num_tokens")},
         split_ops=(),
         skeleton=dump_skeleton(model),
     )

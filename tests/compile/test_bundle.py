@@ -36,12 +36,8 @@ from nano.compile.skeleton import dump_skeleton, load_skeleton
 from tests.models.whole_prompt import load
 
 checkpoint, folder = map(Path, sys.argv[1:])
-inputs = {
-    "input_ids": torch.zeros(8, dtype=torch.int32),
-    "positions": torch.zeros(8, dtype=torch.int64),
-}
 skeleton = load_skeleton(dump_skeleton(load(checkpoint, dtype=torch.float64)))
-build_artifact(skeleton, inputs, ("nano::attention",), {}, folder, form="bundle")
+build_artifact(skeleton, skeleton.INPUTS, ("nano::attention",), {}, folder, form="bundle")
 """
 
 # What a later start does, in a process of its own.
@@ -63,7 +59,7 @@ context = ForwardContext(backend, [torch.empty(0)] * model.config.num_layers)
 errors = {}
 with torch.inference_mode(), forward_context(context):
     for size in map(int, sizes):
-        inputs = prompt(size).int(), torch.arange(size)
+        inputs = prompt(size).int(), torch.arange(size), torch.arange(size - 1, -1, -2)
         expected, result = model(*inputs), forward(*inputs)
         assert result.shape == expected.shape
         errors[size] = float((result - expected).abs().max() / expected.abs().max())
@@ -104,7 +100,7 @@ def test_three_pieces_are_compiled_whatever_the_depth(artifact_folder):
 
 def test_what_was_written_can_be_read(artifact_folder):
     first, *rest = [file.read_text() for file in artifact.sources(artifact_folder)]
-    assert "def run(input_ids, positions):" in first
+    assert "def run(input_ids, positions, rows):" in first
     assert sum("def call(" in text for text in rest) == 3
 
 

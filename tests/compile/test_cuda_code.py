@@ -17,6 +17,7 @@ from torch import Tensor
 from nano.compile import bundle
 from nano.compile.piecewise import Piece, TracedModel, trace
 from nano.compile.skeleton import dump_skeleton, load_skeleton
+from nano.models.decoder import Decoder
 from tests.models.whole_prompt import load
 from tests.tiny import make_checkpoint
 from tests.triton_compiler import compile_for
@@ -91,10 +92,8 @@ def codes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def traced(checkpoint: Any) -> TracedModel:
     torch._dynamo.reset()
     model = load_skeleton(dump_skeleton(load(checkpoint, dtype=torch.bfloat16)))
-    inputs = {
-        "input_ids": torch.zeros(8, dtype=torch.int32),
-        "positions": torch.zeros(8, dtype=torch.int64),
-    }
+    # To index a tensor by another is what a torch without CUDA refuses, so all rows are wanted.
+    inputs = {name: kind for name, kind in Decoder.INPUTS.items() if name != "rows"}
     return trace(model, inputs, ("nano::attention",))
 
 
@@ -123,7 +122,7 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> list[Piece]:
 @pytest.mark.parametrize(
     ("index", "num_products", "num_kernels"),
     [
-        # The first one indexes a tensor by another, which a torch without CUDA refuses.
+        # The first one indexes, too.
         (1, 4, 5),  # o, gate and up, down, qkv | norm, activation, norm, q with norm and RoPE, k
         (2, 3, 3),  # o, gate and up, down | norm, activation, norm
     ],

@@ -178,22 +178,23 @@ def test_steps_may_be_captured_while_requests_run(loaded, foretold):
     assert graphs.counts.num_piecewise > 0
 
 
-def test_what_a_step_returns_lies_in_the_pool_and_not_in_the_padding(loaded):
-    runner = make_runner(loaded)
-    graphs, pool = add_graphs(loaded, runner, PIECEWISE_ONLY)
+def test_what_a_step_returns_are_the_rows_that_were_asked_for_and_no_padding():
+    graphs, _ = graphs_of(small_forward, GraphKeys((8,)))
     graphs.capture_all()
-    plan = make_steps(loaded, 0).plan(3)
-    with torch.inference_mode():
-        runner.forward(plan)
-    assert len(runner.hidden) == plan.num_tokens == 3
-    assert pool.owns(runner.hidden)
+    graphs.context.backend.plan(decode_step(5))
+    tokens, rows = torch.arange(5), torch.tensor([4, 0])
+    with torch.inference_mode(), forward_context(graphs.context):
+        hidden = graphs(tokens.int(), tokens, rows)
+    run(graphs, 3)  # does not touch it
+    assert hidden.tolist() == [[17.0], [1.0]]
+    assert graphs.counts.num_piecewise == 2
 
 
 def test_a_swapped_forward_is_seen_once_its_graphs_are_forgotten(loaded):
     scale = [1.0]
 
-    def forward(input_ids: Tensor, positions: Tensor) -> Tensor:
-        return loaded.model.forward(input_ids, positions) * scale[0]
+    def forward(*inputs: Tensor) -> Tensor:
+        return loaded.model.forward(*inputs) * scale[0]
 
     eager, graphed = make_runner(loaded), make_runner(loaded)
     graphs, _ = add_graphs(loaded, graphed, PIECEWISE_ONLY, forward=forward)
@@ -307,12 +308,13 @@ def decode_step(num_requests: int) -> AttentionMetadata:
 def run(graphs: CudaGraphs, num_tokens: int) -> Tensor:
     graphs.context.backend.plan(decode_step(num_tokens))
     with torch.inference_mode(), forward_context(graphs.context):
-        return graphs(torch.arange(num_tokens, dtype=torch.int32), torch.arange(num_tokens)).clone()
+        rows = torch.arange(num_tokens)
+        return graphs(rows.int(), rows, rows)
 
 
-def small_forward(input_ids: Tensor, positions: Tensor) -> Tensor:
+def small_forward(input_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
     q = (input_ids + positions).double().view(-1, 1, 1)
-    return attention(q, q, q, 0).flatten(1) + 1
+    return attention(q, q, q, 0).flatten(1)[rows] + 1
 
 
 def test_padding_tokens_have_no_slot_and_padding_requests_no_block_but_the_first():
@@ -348,8 +350,8 @@ def test_a_full_step_is_planned_with_the_same_tensors_every_time():
 
 
 def test_a_forward_that_reads_the_device_on_the_host_is_left_out_and_runs_eagerly(caplog):
-    def forward(input_ids: Tensor, positions: Tensor) -> Tensor:
-        return small_forward(input_ids, positions) * int(positions.max())
+    def forward(input_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+        return small_forward(input_ids, positions, rows) * int(positions.max())
 
     graphs, _ = graphs_of(forward, GraphKeys((4,)))
     with caplog.at_level("WARNING", logger="nano"):
@@ -361,10 +363,10 @@ def test_a_forward_that_reads_the_device_on_the_host_is_left_out_and_runs_eagerl
 
 
 def test_after_a_capture_that_failed_others_succeed():
-    def forward(input_ids: Tensor, positions: Tensor) -> Tensor:
+    def forward(input_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
         if len(input_ids) == 8:
             raise RuntimeError("out of memory")
-        return small_forward(input_ids, positions)
+        return small_forward(input_ids, positions, rows)
 
     graphs, _ = graphs_of(forward, GraphKeys((4, 8)))
     graphs.capture_all()
@@ -377,4 +379,4 @@ def test_tokens_of_another_step_than_the_planned_are_refused():
     graphs.capture_all()
     graphs.context.backend.plan(decode_step(3))
     with pytest.raises(AssertionError, match="another step"), forward_context(graphs.context):
-        graphs(torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int64))
+        graphs(torch.zeros(2, dtype=torch.int32), *[torch.zeros(2, dtype=torch.int64)] * 2)

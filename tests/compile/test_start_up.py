@@ -103,7 +103,7 @@ def test_the_program_explains_what_it_made(compiled):
         "piece_1: used 2 times",
         "num_layers = 3",
         "def piece_1(",
-        "def run(input_ids, positions):",
+        "def run(input_ids, positions, rows):",
         'extern "C"  void  fused_',
         "kernels.so:",
     ):
@@ -331,7 +331,7 @@ def test_pieces_that_raise_or_do_not_load_are_put_aside(own_cache, compiled, mon
     compiler = FakeCompiler(monkeypatch, own_cache, compiled.artifacts[0])
     (folder,) = artifacts(own_cache)
     spoil(folder)
-    for source in ("def run(input_ids, positions):\n    raise KeyError('w7')\n", "def run(:\n"):
+    for source in ("def run(*inputs):\n    raise KeyError('w7')\n", "def run(:\n"):
         (folder / "pieces.py").write_text(source + "    return v\n")
         spoil(folder)
         with engine(compiled.checkpoint) as llm:

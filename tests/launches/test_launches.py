@@ -209,8 +209,8 @@ def copy_after_the_plan(rehearsal: Rehearsal) -> None:
     runner = rehearsal.worker.runner
     forward, device = runner.model_forward, rehearsal.worker.device
 
-    def copy_and_compute(input_ids, positions):
-        return forward(input_ids, device.to_device(positions.numpy().copy()))
+    def copy_and_compute(input_ids, positions, rows):
+        return forward(input_ids, device.to_device(positions.numpy().copy()), rows)
 
     runner.model_forward = copy_and_compute
 

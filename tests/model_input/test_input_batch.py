@@ -72,7 +72,7 @@ def test_a_batch_mixing_chunk_decode_and_drafts_is_gathered_exactly():
     assert batch.attention.block_table.tolist() == [[100, 101], [200, 201], [0, 1]]
     assert batch.is_sampling.tolist() == [True, True, False]
     assert batch.logits_start.tolist() == [0, 1, 4, 5]
-    assert batch.logits.indices.tolist() == [0, 1, 2, 3, 8]
+    assert batch.output_rows.tolist() == [0, 1, 2, 3, 8]
     assert batch.logits.num_known.tolist() == [7, 4, 5, 6, 7]
     assert batch.prompt_logits is None
 
@@ -154,7 +154,7 @@ def test_prompt_logprob_rows_cover_each_prompt_token_but_the_first_once_over_any
             )
             if batch.prompt_logits is not None:
                 targets += batch.prompt_logits.num_known.tolist()
-                positions = batch.positions[batch.prompt_logits.indices]
+                positions = batch.positions[batch.output_rows[len(batch.logits.row) :]]
                 assert (positions.numpy() + 1 == batch.prompt_logits.num_known).all()
             computed += num
             harness.states.commit(int(batch.rows[0]), num, 0, [7] if computed == 12 else [])

@@ -161,6 +161,19 @@ def test_logits_of_a_16_bit_model_are_float32(tmp_path):
         assert model.compute_logits(hidden).dtype == torch.float32
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_rows_that_are_wanted_pass_through_the_end_of_the_last_layer(tmp_path, family):
+    model = load(make_checkpoint(tmp_path, family, num_hidden_layers=3), torch.float64)
+    num_rows: list[int] = []
+    for layer in model.layers:
+        for part in (layer.self_attn.o_proj, layer.mlp):
+            part.register_forward_hook(lambda module, args, out: num_rows.append(len(args[0])))
+    rows = torch.tensor([39, 2, 17, 2])
+    logits = decoder_logits(model, prompt(40), rows)
+    assert num_rows == [40, 40, 40, 40, 4, 4]
+    assert relative_error(logits, decoder_logits(model, prompt(40))[rows]) < 1e-12
+
+
 def test_logits_of_a_position_do_not_depend_on_later_tokens(tmp_path):
     model = load(make_checkpoint(tmp_path), torch.float64)
     ids = prompt(32)

@@ -62,12 +62,12 @@ def load(
     )
 
 
-def decoder_logits(model: Decoder, input_ids: Tensor) -> Tensor:
-    """[T, vocab] of a whole prompt."""
+def decoder_logits(model: Decoder, input_ids: Tensor, rows: Tensor | None = None) -> Tensor:
+    """[T, vocab] of a whole prompt, or its rows [L]."""
     backend = WholePromptBackend(block_size=1, scale=model.config.head_dim**-0.5)
     caches = [torch.empty(0)] * model.config.num_layers
     with torch.inference_mode(), forward_context(ForwardContext(backend, caches)):
-        hidden = model(input_ids, torch.arange(len(input_ids)))
+        hidden = model(input_ids, torch.arange(len(input_ids)), rows)
         return model.compute_logits(hidden)
 
 

@@ -67,9 +67,7 @@ def admit(params: Sequence[SamplingParams], length: int) -> RequestStates:
 def rows_of(states: RequestStates, row: np.ndarray, counts: np.ndarray) -> LogitsRows:
     """`counts[i]` rows for request `row[i]`, the first of them behind its known tokens."""
     rank = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
-    return LogitsRows(
-        torch.arange(len(rank)), row.repeat(counts), states.num_tokens[row].repeat(counts) + rank
-    )
+    return LogitsRows(row.repeat(counts), states.num_tokens[row].repeat(counts) + rank)
 
 
 def draft(sampler: Sampler, states: RequestStates, table: torch.Tensor, counts: dict[int, int]):
@@ -79,7 +77,7 @@ def draft(sampler: Sampler, states: RequestStates, table: torch.Tensor, counts: 
         row = np.array([r for r, count in counts.items() if count > i], np.int64)
         position = states.num_tokens[row].astype(np.int64) + i
         logits = table[states.token_ids[row, position - 1]]
-        rows = LogitsRows(torch.arange(len(row)), row, position)
+        rows = LogitsRows(row, position)
         token_ids, drawn_from = sampler.sample_drafts(logits, rows, states)
         states.token_ids[row, position] = token_ids
         if drawn_from is not None:

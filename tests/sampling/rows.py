@@ -1,7 +1,6 @@
 """Builds LogitsRows and RequestStates around given requests, as a step would."""
 
 import numpy as np
-import torch
 
 from nano.model_input.input_batch import LogitsRows
 from nano.model_input.request_states import RequestStates
@@ -34,5 +33,5 @@ def make_rows(
         )
     states.apply(plan)
     row = np.array([states.row_of[str(i)] for i in range(len(requests))])
-    rows = LogitsRows(torch.arange(len(requests)), row, states.num_tokens[row].astype(np.int64))
+    rows = LogitsRows(row, states.num_tokens[row].astype(np.int64))
     return rows, states

@@ -238,7 +238,7 @@ def everything(logits: torch.Tensor, picked: list[int]) -> list[list]:
     """All that sampling yields for the rows `picked`, in one call each; exact bits."""
     settings = [SETTINGS[i % len(SETTINGS)] for i in range(len(logits))]
     rows, states = rows_of(settings)
-    part = LogitsRows(torch.tensor(picked), rows.row[picked], rows.num_known[picked])
+    part = LogitsRows(rows.row[picked], rows.num_known[picked])
     tokens, processed = draw(logits[picked], part, states)
     chosen = torch.tensor(tokens)
     record = logprobs(logits[picked], torch.arange(len(picked)), chosen, 7)

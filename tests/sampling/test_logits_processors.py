@@ -85,7 +85,7 @@ def make_states(
     num_rows = len(drafts) + 1
     row = np.array([states.row_of[str(i)] for i in range(len(requests))]).repeat(num_rows)
     place = np.tile(np.arange(num_rows), len(requests))
-    return LogitsRows(torch.arange(len(row)), row, states.num_tokens[row] + place), states
+    return LogitsRows(row, states.num_tokens[row] + place), states
 
 
 def edit(rows: LogitsRows, states: RequestStates) -> tuple[torch.Tensor, dict[int, str]]:

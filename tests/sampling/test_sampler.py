@@ -129,9 +129,7 @@ def test_draws_follow_the_distribution(backend, setting):
     params = SamplingParams(seed=11, **setting)
     _, states = make_rows([(params, PROMPT, OUTPUT)], eos_token_ids=(EOS,))
     # The same row at many positions: what a long generation from fixed logits would see.
-    rows = LogitsRows(
-        torch.arange(num_draws), np.zeros(num_draws, np.int64), np.arange(num_draws) + 8
-    )
+    rows = LogitsRows(np.zeros(num_draws, np.int64), np.arange(num_draws) + 8)
     samples = Sampler(backend=backend).sample_rows(
         LOGITS.float().expand(num_draws, V), rows, states
     )

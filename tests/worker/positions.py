@@ -24,6 +24,7 @@ def load_worker(model: str, **engine_args) -> Worker:
 @torch.inference_mode()
 def logits_of_prompts(worker: Worker, prompts: list[list[int]], rows: int) -> list[Tensor]:
     """[len(prompt), V] per prompt: all prompts side by side, `rows` tokens of each a step."""
+    hidden = _every_hidden_state(worker)
     block_size = worker.config.kv_cache.block_size
     blocks_each = -(-max(map(len, prompts)) // block_size)
     found: list[list[Tensor]] = [[] for _ in prompts]
@@ -47,7 +48,7 @@ def logits_of_prompts(worker: Worker, prompts: list[list[int]], rows: int) -> li
             new_requests=new if start == 0 else [],
         )
         worker.runner.forward(plan)
-        logits = worker.target.model.compute_logits(worker.runner.hidden)
+        logits = worker.target.model.compute_logits(hidden.pop())
         first = 0
         for request_id in worker.runner.sample().request_ids:
             count = plan.num_scheduled_tokens[request_id]
@@ -58,3 +59,16 @@ def logits_of_prompts(worker: Worker, prompts: list[list[int]], rows: int) -> li
         StepPlan(step=-1, num_scheduled_tokens={}, finished_request_ids=finished)
     )
     return [torch.cat(parts) for parts in found]
+
+
+def _every_hidden_state(worker: Worker) -> list[Tensor]:
+    """Where those of each step will be, [T, hidden]. By itself the engine asks for fewer."""
+    forward, found = worker.target.forward, []
+
+    def compute_all(input_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+        hidden = forward(input_ids, positions, torch.arange(len(input_ids)))
+        found.append(hidden)
+        return hidden[rows]
+
+    worker.runner.model_forward = compute_all
+    return found

@@ -34,7 +34,7 @@ class FakeProbe:
 def test_the_budget_fits_a_step_and_the_context_that_doubles_its_cost_is_found(a, costly_context):
     probe = FakeProbe(a, a / costly_context)
     cost = measure_step(probe, 32_768, None)
-    assert cost.token_budget == max(16, min(8192, 0.35 / a)) // 16 * 16 or (
+    assert cost.token_budget == max(16, min(8192, 0.35 / a)) // 8 * 8 or (
         0.9 < cost.token_budget / (0.35 / a) < 1.1
     )
     assert cost.seconds == pytest.approx(cost.token_budget * a, rel=0.1)
@@ -55,8 +55,8 @@ def test_a_budget_that_is_told_is_taken_and_its_step_predicted():
 
 
 def test_a_model_without_room_for_two_contexts_gets_a_budget_all_the_same():
-    assert measure_step(FakeProbe(1e-4, 1e-7), 16, None).token_budget % 16 == 0
-    assert measure_step(FakeProbe(1e-4, 1e-7), 1, None).token_budget % 16 == 0
+    assert measure_step(FakeProbe(1e-4, 1e-7), 16, None).token_budget % 8 == 0
+    assert measure_step(FakeProbe(1e-4, 1e-7), 1, None).token_budget % 8 == 0
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from nano.compile.skeleton import dump_skeleton, load_skeleton
 from nano.compile.store import MANIFEST, ArtifactStore
 from nano.device.recording_graph import RecordingCpu
 from nano.layers.native_kernels import NativeKernels
+from nano.models.decoder import Decoder
 from nano.worker import worker
 from tests.tiny import make_checkpoint
 
@@ -48,20 +49,16 @@ class TracedPieces:
         self, folder: Path, model: nn.Module, split_ops: Mapping[str, Callable[..., None]]
     ) -> Iterator[ForwardFn | None]:
         torch._dynamo.reset()
-        inputs = {
-            "input_ids": torch.zeros(8, dtype=torch.int32),
-            "positions": torch.zeros(8, dtype=torch.int64),
-        }
-        traced = trace(load_skeleton(dump_skeleton(model)), inputs, tuple(split_ops))
+        traced = trace(load_skeleton(dump_skeleton(model)), Decoder.INPUTS, tuple(split_ops))
         tensors = named_tensors(model)
         names: dict[str, Any] = {f"w{i}": tensors[name] for i, name in enumerate(traced.weights)}
         names |= {f"piece_{i}": piece.graph for i, piece in enumerate(traced.pieces)}
         names |= {split_op_name(op): function for op, function in split_ops.items()}
         exec(traced.source, names)
 
-        def forward(input_ids: Tensor, positions: Tensor) -> Tensor:
+        def forward(*inputs: Tensor) -> Tensor:
             self.num_calls += 1
-            return names["run"](input_ids, positions)
+            return names["run"](*inputs)
 
         yield forward
 

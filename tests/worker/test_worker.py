@@ -147,3 +147,23 @@ def test_logits_in_pieces_of_any_size_give_the_same_tokens_and_logprobs(checkpoi
                 assert list(ours) == list(expected)
                 for token_id in expected:
                     assert ours[token_id].logprob == pytest.approx(expected[token_id].logprob)
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({}, [1, 1, 1, 1, 1]),  # a prompt of 40 in chunks of 16, and two tokens more
+        ({"prompt_logprobs": 0}, [17, 17, 8, 1, 1]),  # the last row of a chunk twice
+    ],
+    ids=["sampled", "prompt logprobs"],
+)
+def test_the_end_of_the_last_layer_sees_the_rows_that_somebody_reads(checkpoint, params, expected):
+    args = {"max_num_batched_tokens": 16, "compile_mode": "eager", "max_model_len": 64}
+    with LLM(checkpoint, **args) as llm:
+        model = llm._client._core._executor._worker.target.model
+        num_rows: list[int] = []
+        model.layers[-1].mlp.register_forward_hook(
+            lambda module, args, out: num_rows.append(len(args[0]))
+        )
+        llm.generate([[5] * 40], SamplingParams(max_tokens=3, **params), use_tqdm=False)
+    assert num_rows == expected
