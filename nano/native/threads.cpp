@@ -6,7 +6,7 @@
 //
 // The caller and every other worker claim from the front, the rest from the back. So of two threads each gets
 // about the same half of every job, and finds what it wrote for one in its own caches when it reads it in
-// the next: where two cores share no cache, that is a tenth of a step (docs/log.md, "both ends").
+// the next: where two cores share no cache, 1 to 5 % of a step (docs/log.md, "From both ends").
 #include "threads.h"
 
 #include <sched.h>
