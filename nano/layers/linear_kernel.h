@@ -205,7 +205,7 @@ constexpr long ROW_BLOCK = 448;  // rows that are copied before they are multipl
 constexpr long MAX_CHUNK = 256;  // inputs in a scratch; a multiple of 16, and so of every STEP, as all are
 constexpr long MANY_TILES = 6;   // of rows: fewer do not pay for a chunk of the full size
 constexpr long FETCHERS = 4;     // tiles of rows that fetch the next chunk among them
-constexpr long MIN_END_TILES = HAS_SCRATCH ? MANY_TILES : 1;
+constexpr long END_ROWS = HAS_SCRATCH ? 20 : 4;  // of a thread, worth reading (and decoding) weights once more
 
 // Inputs [k_start, k_start + count) of a tile of outputs, as floats [input][vector].
 template <class W>
@@ -321,10 +321,10 @@ static void linear_of_many(const W& weights, const Operands& ops) {
     };
     constexpr long PART = PANEL / 2;  // a whole number of passes for every tile: more than FEW_ROWS rows
     static_assert(vectors_at_once(FEW_ROWS / 2) * LANES <= PART);  // are never cut into less than half of it
-    // Each end of the tasks has rows of its own, if they are worth decoding the weights for. More cuts where
-    // outputs alone would make too few tasks.
+    // Each end of the tasks has rows of its own, if they are many enough. More cuts where outputs alone would
+    // make too few tasks.
     const long num_parts = (ops.N + PART - 1) / PART, wanted = TASKS_PER_THREAD * nano_num_threads();
-    const long ends = tiles.count < 2 * MIN_END_TILES ? 1 : 2;
+    const long ends = tiles.num_rows < std::min(2 * END_ROWS * nano_num_threads(), ROW_BLOCK / 2) ? 1 : 2;
     const long cuts = std::min(std::max((wanted + num_parts - 1) / num_parts, ends), tiles.count);
     for_outputs(ops.N, PART, 1, cuts, [&](long cut, long output, long end) {
       multiply(tiles.count * cut / cuts, tiles.count * (cut + 1) / cuts, output, end);
